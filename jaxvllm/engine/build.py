@@ -264,8 +264,8 @@ def _make_all(
 def _log_costs(spread: Spread) -> None:
     """Logs what a model costs whose heads or layers do not divide over its devices."""
     spec, whole = spread.spec, spread.whole
-    # Layers whose attention differs cost differently. `whole` may have layers of zeros after those of `spec`.
-    kinds = zip((layer.attention for layer in spec.layers), (layer.attention for layer in whole.layers), strict=False)
+    # Layers whose attention differs cost differently.
+    kinds = zip((layer.attention for layer in spec.layers), (layer.attention for layer in whole.layers), strict=True)
     for own, spread_out in dict.fromkeys(kinds):
         if (copies := own.kv_copies(spread.size)) > 1:
             text = "KV heads: %d over %d devices, so there are %d copies of each, and pages take %d times the memory"
@@ -273,9 +273,9 @@ def _log_costs(spread: Spread) -> None:
         if spread_out.num_heads > own.num_heads:
             text = "query heads: %d over %d devices, so they take the time and memory of %d"
             logger.info(text, own.num_heads, spread.size, spread_out.num_heads)
-    if spread.zero_layers:
-        text = "layers: %d in %d stages of %d, so they take the time and memory of %d"
-        logger.info(text, spec.num_layers, spread.stages, spread.stage_layers, whole.num_layers)
+    if len(set(spread.parts)) > 1:
+        text = "stages: they have %s layers, and each has memory for the most of a kind that one of them has"
+        logger.info(text, ", ".join(str(len(layers)) for layers in spread.stage_layers))
 
 
 def _load(

@@ -53,7 +53,9 @@ def page_format(
     model: str | Future[str], spec: ModelSpec, shape: CacheShape, backend: Backend, mesh: Mesh
 ) -> PageFormat:
     """Returns how the pages of a replica on `mesh` travel."""
-    groups, held = shape.groups(spec), shape.groups(Spread.on(spec, mesh).whole)
+    spread = Spread.on(spec, mesh)
+    groups, held = shape.groups(spec), shape.groups(spread.whole)
+    of_stages = [shape.groups(part) for part in spread.parts] if spread.stages > 1 else []
     # A state may be divided into parts where keys and values would be copied: then each is another one.
     copies = [
         1 if own.memory.keeps_state else whole.memory.num_kv_heads // own.memory.num_kv_heads
@@ -62,9 +64,10 @@ def page_format(
     arrays = []
     for at, pages in enumerate(shape.pages(spec, backend, mesh)):
         num_held, _, num_heads, page_size, width = pages.shape
-        num_layers, of = (len(groups[at].layers), copies[at]) if at < len(groups) else (num_held, 1)
-        zeros = num_held - num_layers
-        arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of, zeros))
+        of_group = at < len(groups)  # and no proposer's, which each stage has whole
+        num_layers, of = (len(groups[at].layers), copies[at]) if of_group else (num_held, 1)
+        stages = tuple(len(part[at].layers) for part in of_stages if of_group)
+        arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of, stages))
     return PageFormat(model, tuple(arrays))
 
 

@@ -31,7 +31,7 @@ class PageArray:
     """One array of a page, [L, K, S, W], as all engines exchange it, and how an engine holds it.
 
     An engine that is spread over more devices than there are KV heads holds each head `copies` times, side by side. One
-    whose layers are divided among stages may hold layers of zeros behind the model's, which mean nothing.
+    whose layers are divided among stages has room in each for as many layers as the stage has that has most of them.
     """
 
     num_layers: int  # of the model
@@ -40,11 +40,25 @@ class PageArray:
     width: int  # of keys and values side by side, with what pads them
     dtype: np.dtype
     copies: int = 1
-    zero_layers: int = 0
+    stages: tuple[int, ...] = ()  # the layers of each; empty: the layers are not divided
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return (self.num_layers, self.num_heads, self.page_size, self.width)
+
+    @property
+    def held_shape(self) -> tuple[int, int, int, int]:
+        """The shape of what the engine holds."""
+        num_layers = len(self.stages) * max(self.stages) if self.stages else self.num_layers
+        return (num_layers, self.copies * self.num_heads, self.page_size, self.width)
+
+    @property
+    def places(self) -> slice | list[int]:
+        """The places of the layers in what the engine holds."""
+        if not self.stages:
+            return slice(None)
+        room = max(self.stages)
+        return [stage * room + i for stage, count in enumerate(self.stages) for i in range(count)]
 
     @property
     def nbytes(self) -> int:
@@ -113,18 +127,18 @@ class PageFormat:
         return _HEADER.size + self.page_bytes
 
     def page(self, contents: tuple[NDArray[np.generic] | None, ...]) -> Page:
-        """Makes a page of what an engine holds, [L + zeros, K copies, S, W] each. The arrays are copied."""
+        """Makes a page of what an engine holds, of `held_shape` each. The arrays are copied."""
         found = zip(self.arrays, contents, strict=True)
-        return Page(tuple(None if x is None else x[: of.num_layers, :: of.copies].copy() for of, x in found))
+        return Page(tuple(None if x is None else x[of.places, :: of.copies].copy() for of, x in found))
 
     def held(self, page: Page) -> tuple[NDArray[np.generic], ...]:
-        """Returns what an engine holds of `page`, [L + zeros, K copies, S, W] each, zeros where the page has none."""
-        return tuple(
-            np.zeros((of.num_layers + of.zero_layers, of.copies * of.num_heads, of.page_size, of.width), of.dtype)
-            if x is None
-            else np.pad(np.repeat(x, of.copies, axis=1), [(0, of.zero_layers), (0, 0), (0, 0), (0, 0)])
-            for of, x in zip(self.arrays, page.arrays, strict=True)
-        )
+        """Returns what an engine holds of `page`, of `held_shape` each, zeros where the page has nothing."""
+        held = []
+        for of, x in zip(self.arrays, page.arrays, strict=True):
+            held.append(np.zeros(of.held_shape, of.dtype))
+            if x is not None:
+                held[-1][of.places] = np.repeat(x, of.copies, axis=1)
+        return tuple(held)
 
     def encode(self, name: bytes, page: Page) -> bytes:
         """Returns the page of that name as bytes."""

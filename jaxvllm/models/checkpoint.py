@@ -112,7 +112,7 @@ def load(
             continue  # another process loads it
         sharding_of = sharding_on(stage)
         if isinstance(weights, OrbaxTree):
-            parts = weights.restore(stage, dtype, (number + 1) * spread.stage_layers)
+            parts = weights.restore(stage, dtype, spread.stage_layers[number].stop)
         else:
             fill = partial(_dummy, spec, dtype, seed) if weights is None else weights.fill
             parts = read_shards(fill, spread, layout, dtype, sharding_of)

@@ -59,16 +59,17 @@ class Loop:
         return turns + np.arange(first, first + self.runs[run], dtype=np.int32)
 
 
-def layer_loops(layers: Sequence[Block]) -> tuple[Loop, ...]:
+def layer_loops(layers: Sequence[Block], whole: Sequence[Block] | None = None) -> tuple[Loop, ...]:
     """Splits `layers` into loops.
 
     The layers of a run are equal, so that windows and ropes are constants for the compiler. If that would take more
     than two runs for each kind of layer, because windows have no pattern, then layers that differ only in window and
     rope count as equal. The step reads those numbers while it runs.
+    A stage may begin and end within a pattern. So for its layers `whole`, the layers of the model, decide this.
     """
-    loops = _loops(layers)
-    if sum(len(loop.runs) for loop in loops) <= 2 * len(set(layers)):
-        return loops
+    whole = layers if whole is None else whole
+    if sum(len(loop.runs) for loop in _loops(whole)) <= 2 * len(set(whole)):
+        return _loops(layers)
     return _loops([replace(layer, window=None, rope=no_rope(layer.rope)) for layer in layers])
 
 
@@ -99,7 +100,7 @@ def _repeats(runs: list[tuple[Hashable, int]], at: int, size: int) -> int:
 
 def over_layers[Carry](step: LayerStep[Carry], carry: Carry, layers: list[Params] | Params, spec: ModelSpec) -> Carry:
     """Applies `step` to `carry` for every layer, from the first to the last, and returns the result."""
-    for loop in layer_loops(spec.layers):
+    for loop in layer_loops(spec.layers, spec.whole.layers):
         runs = [_Run(spec, layers, loop.layers_of(run)) for run in range(len(loop.runs))]
         if loop.count == 1:
             [run] = runs

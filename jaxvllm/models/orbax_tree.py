@@ -124,9 +124,7 @@ class OrbaxTree:
         """Returns the keys to read together: this array, and the equally declared ones of later layers before `end`."""
         if layer is None:
             return [name]
-        alike = (
-            i for i in range(layer, min(end, self.spec.num_layers)) if declare_layer(self.spec, i).get(name) == decl
-        )
+        alike = (i for i in range(layer, end) if declare_layer(self.spec, i).get(name) == decl)
         return [_key(name, i) for i in islice(alike, max(1, BATCH_BYTES // (math.prod(decl.shape) * itemsize)))]
 
     def _arrays(self, keys: Sequence[str], sharding: NamedSharding, dtype: np.dtype) -> dict[str, jax.Array]:

@@ -28,6 +28,10 @@ Layout = Literal["separate", "stacked"]
 Params = dict[str, Any]
 
 
+# The numbers of the layers of each stage, of those whose arrays are stacked.
+StackLayers = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class LayerStack:
     """The arrays of one name and declaration, from all layers that have such an array."""
@@ -72,17 +76,24 @@ def declaration(spec: ModelSpec, name: str, layer: int | None) -> ParamDecl:
 def layer_stacks(spec: ModelSpec) -> dict[str, LayerStack]:
     """Returns the stacks of the `stacked` layout by their keys.
 
-    A key is the name of the arrays. A number follows where layers declare arrays of one name in several ways.
+    A key is the name of the arrays. A number follows where layers declare arrays of one name in several ways. A stage
+    has the stacks of its model, of which some may have none of its layers.
     """
-    layers_of: dict[tuple[str, ParamDecl], list[int]] = {}
+    kinds = (held for layer in range(spec.whole.num_layers) for held in declare_layer(spec.whole, layer).items())
+    layers_of: dict[tuple[str, ParamDecl], list[int]] = {kind: [] for kind in kinds}
     for layer in range(spec.num_layers):
         for held in declare_layer(spec, layer).items():
-            layers_of.setdefault(held, []).append(layer)
+            layers_of[held].append(layer)
     stacks: dict[str, LayerStack] = {}
     for (name, decl), layers in layers_of.items():
         others = sum(stack.name == name for stack in stacks.values())
         stacks[f"{name}.{others}" if others else name] = LayerStack(name, decl, tuple(layers))
     return stacks
+
+
+def most(layers: StackLayers) -> int:
+    """Returns how many layers a stage has room for in a stack: as many as the stage has that has most of them."""
+    return max(map(len, layers))
 
 
 def head_of(params: Params) -> Params:
@@ -101,19 +112,23 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(math.prod(decl.shape) for decls in (declare(spec), *layers) for decl in decls.values())
 
 
-def build(spec: ModelSpec, layout: Layout, array: Callable[[str, ParamDecl, tuple[int, ...] | None], Any]) -> Params:
+def build(spread: Spread, layout: Layout, array: Callable[[str, ParamDecl, StackLayers | None], Any]) -> Params:
     """Builds the tree of one layout, with `array(name, decl, layers)` at its leaves.
 
     `layers` says which layers a leaf holds: None outside the layers; one layer for a separate leaf; and for a stacked
-    leaf, along a new leading dimension, all layers that have such an array. `decl` is always that of a single layer.
+    leaf, along a new leading dimension, all layers that have such an array, those of each stage apart. Each stage has
+    room for as many as any other. `decl` is always that of a single layer of `spread.whole`.
     """
+    spec = spread.whole
     params: Params = {name: array(name, decl, None) for name, decl in declare(spec).items()}
     if layout == "stacked":
-        stacks = layer_stacks(spec).items()
-        params["layers"] = {key: array(stack.name, stack.decl, stack.layers) for key, stack in stacks}
+        params["layers"] = {
+            key: array(stack.name, stack.decl, spread.of_stages(stack.layers))
+            for key, stack in layer_stacks(spec).items()
+        }
     elif layout == "separate":
         params["layers"] = [
-            {name: array(name, decl, (layer,)) for name, decl in declare_layer(spec, layer).items()}
+            {name: array(name, decl, ((layer,),)) for name, decl in declare_layer(spec, layer).items()}
             for layer in range(spec.num_layers)
         ]
     else:
@@ -127,14 +142,14 @@ def abstract_params(
     """Returns the tree of `spec` spread over `mesh`, as jax.ShapeDtypeStruct: enough to compile, without weights."""
     sharding = place(mesh)
 
-    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> Any:
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
         def array(decl: ParamDecl) -> jax.ShapeDtypeStruct:
-            whole = decl.stacked(len(layers)) if layers and layout == "stacked" else decl
+            whole = decl.stacked(len(layers) * most(layers)) if layers and layout == "stacked" else decl
             return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
 
         return forms.node(decl, layers is not None, array)
 
-    return build(Spread.on(spec, mesh).whole, layout, leaf)
+    return build(Spread.on(spec, mesh), layout, leaf)
 
 
 def dummy_array(name: str, decl: ParamDecl, layer: int | None, dtype: DTypeLike, seed: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import Forms
-from jaxvllm.models.params import Layout, Params, build, declaration
+from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
 from sharding.placement import place
@@ -71,15 +71,14 @@ def assemble(
 
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
     """
-    first_layer = stage * spread.stage_layers
 
-    def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> Any:
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
         if layers is None or layout == "separate":
-            [array] = parts(name, decl, layers[0] if layers else None)
+            [array] = parts(name, decl, layers[0][0] if layers else None)
             return jax.block_until_ready(forms.kept(array, decl, layers is not None, sharding_of))
 
         def zeros(decl: ParamDecl) -> jax.Array:
-            whole = decl.stacked(len(layers))
+            whole = decl.stacked(most(layers))
             made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(whole))
             array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
             return array
@@ -87,11 +86,9 @@ def assemble(
         stack = forms.node(decl, True, zeros)
         held = jax.tree.leaves(stack)
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
-        for i, layer in enumerate(layers):
-            if first_layer + layer >= spread.spec.num_layers:
-                break  # layers of zeros follow
+        for i, layer in enumerate(layers[stage]):
             first = 0
-            for part in parts(name, decl, first_layer + layer):
+            for part in parts(name, decl, layer):
                 kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
                 at = np.int32(i), np.int32(first)
                 held = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]
@@ -99,7 +96,7 @@ def assemble(
                 first += len(part)
         return jax.tree.unflatten(jax.tree.structure(stack), held)
 
-    return build(spread.stage, layout, leaf)
+    return build(spread, layout, leaf)
 
 
 def joined(stages: Sequence[Params], like: Params) -> Params:

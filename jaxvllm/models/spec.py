@@ -1,7 +1,8 @@
 """The spec of a model: one frozen value with everything that the decoder needs to know, except the weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.block import Block
@@ -41,6 +42,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False  # the LM head is the embedding
     head_bias: bool = False  # of the LM head
+    part_of: "ModelSpec | None" = None  # the model, where `layers` are only those of a stage
 
     def __post_init__(self) -> None:
         require_positive(self, "vocab_size num_layers max_position embed_scale logit_scale logit_soft_cap")
@@ -62,6 +64,15 @@ class ModelSpec:
                 or self.layers[layer.reads].memory != layer.memory
             ):
                 raise ValueError(f"layer {number} cannot read layer {layer.reads}: it must be an earlier one like it")
+
+    def part(self, numbers: range) -> Self:
+        """Returns the spec of a stage, which has the layers with these numbers only."""
+        return replace(self, layers=self.layers[numbers.start : numbers.stop], part_of=self)
+
+    @property
+    def whole(self) -> "ModelSpec":
+        """The model. It decides what stages have in common: the stacks of arrays, the groups of pages, the windows."""
+        return self if self.part_of is None else self.part_of
 
     @property
     def num_layers(self) -> int:

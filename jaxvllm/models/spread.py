@@ -1,7 +1,9 @@
-"""Spreads a model over devices in equal shares of layers, heads, FFN and vocabulary, and makes these divide."""
+"""Spreads a model over devices: its layers over stages, and heads, FFN and vocabulary, which are made to divide."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Self
 
 from jax.sharding import Mesh
@@ -24,8 +26,9 @@ class Spread:
     not divide among the copies, query heads with weights of zero, which add nothing to the output, fill the groups up.
     So 28 query heads over 4 KV heads run on 8 devices, as 32 over 8. Unsampled rows fill up the vocabulary.
 
-    All stages run one program, so each has layers like those of the first, in the same order. Layers with weights of
-    zero, which leave the hidden state as it is, fill up the last stage: 27 layers in two stages are 14 and 13.
+    Stages have as many layers as each other, or the later ones one fewer: 27 layers in two stages are 14 and 13. They
+    may be of any kinds. An array over all devices has equal parts, so where one stage has more layers of a kind than
+    another, the other has as much memory for them, which stays empty.
     """
 
     spec: ModelSpec
@@ -41,22 +44,12 @@ class Spread:
                 "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
                 "among stages: use a mesh of DxM"
             )
-        if self.stages > 1 and any(layer.keeps_state for layer in self.spec.layers):
-            raise ValueError(
-                "layers that keep a state cannot be divided among stages, which would compute a prompt in other parts: "
-                "use a mesh of DxM"
-            )
-        if not _stage_layers(self.spec, self.stages):
-            counts = (count for count in _COMMON_SIZES if _stage_layers(self.spec, count))
+        if self.stages > self.spec.num_layers:
+            counts = (count for count in _COMMON_SIZES if count <= self.spec.num_layers)
             works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
             raise ValueError(
                 f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
-                f"some, and layers like those of the others: use a mesh of {works}"
-            )
-        if any(layer.has_scale for layer in self.spec.layers) and self.stages > 1 and self.zero_layers:
-            raise ValueError(
-                f"{self.spec.num_layers} layers whose output is scaled cannot be filled up with layers of zeros for "
-                f"{self.stages} stages: use as many stages as divide the layers"
+                f"some: use a mesh of {works}"
             )
 
     @classmethod
@@ -74,41 +67,44 @@ class Spread:
         """The most query heads of zeros in a layer."""
         return max(
             whole.attention.num_heads - layer.attention.num_heads
-            for whole, layer in zip(self.stage.layers, self.spec.layers, strict=False)
+            for whole, layer in zip(self.whole.layers, self.spec.layers, strict=True)
         )
 
-    @property
-    def stage_layers(self) -> int:
-        """The layers of each stage, those of zeros included."""
-        return _stage_layers(self.spec, self.stages)
+    @cached_property
+    def stage_layers(self) -> tuple[range, ...]:
+        """The numbers of the layers of each stage."""
+        each, more = divmod(self.spec.num_layers, self.stages)
+        ends = [stage * each + min(stage, more) for stage in range(self.stages + 1)]
+        return tuple(range(first, end) for first, end in pairwise(ends))
 
-    @property
-    def zero_layers(self) -> int:
-        """The layers of zeros, after the model's own."""
-        return self.stages * self.stage_layers - self.spec.num_layers
+    def of_stages(self, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Returns those of `layers` that each stage has."""
+        return tuple(tuple(layer for layer in layers if layer in own) for own in self.stage_layers)
 
     @cached_property
     def whole(self) -> ModelSpec:
         """The spec that the arrays over all devices have. Each of its sizes divides."""
-        return replace(self.stage, layers=self.stage.layers * self.stages)
-
-    @cached_property
-    def stage(self) -> ModelSpec:
-        """The spec that the arrays over the devices of one stage have."""
         return replace(
             self.spec,
-            layers=tuple(layer.spread(self.size) for layer in self.spec.layers[: self.stage_layers]),
+            layers=tuple(layer.spread(self.size) for layer in self.spec.layers),
             vocab_size=-(-self.spec.vocab_size // self.size) * self.size,
         )
 
     @cached_property
     def shard(self) -> ModelSpec:
-        """The spec of the part that one device computes: the layers of a stage, and a share of each."""
+        """The spec of all layers, of each of which a device of its stage computes this share."""
         return replace(
-            self.stage,
-            layers=tuple(layer.shard(self.size) for layer in self.stage.layers),
-            vocab_size=self.stage.vocab_size // self.size,
+            self.whole,
+            layers=tuple(layer.shard(self.size) for layer in self.whole.layers),
+            vocab_size=self.whole.vocab_size // self.size,
         )
+
+    @cached_property
+    def parts(self) -> tuple[ModelSpec, ...]:
+        """The spec of what one device of each stage computes. Stages with equal ones run the same program."""
+        if self.stages == 1:
+            return (self.shard,)
+        return tuple(self.shard.part(layers) for layers in self.stage_layers)
 
 
 def _problem(spec: ModelSpec, size: int) -> str | None:
@@ -116,12 +112,3 @@ def _problem(spec: ModelSpec, size: int) -> str | None:
     # The order is that of the layers, so that the same model always gets the same error.
     kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention, layer.beside))
     return next((problem for kind in kinds if kind is not None and (problem := kind.problem(size))), None)
-
-
-def _stage_layers(spec: ModelSpec, stages: int) -> int:
-    """Returns the fewest layers that each of `stages` can have, if all have layers alike and none is empty; 0: none."""
-    layers, num_layers = spec.layers, spec.num_layers
-    for count in range(-(-num_layers // stages), num_layers + 1):
-        if (stages - 1) * count < num_layers and all(layers[i] == layers[i % count] for i in range(num_layers)):
-            return count
-    return 0

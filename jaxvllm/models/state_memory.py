@@ -56,6 +56,11 @@ class StateRule(Protocol):
         """Returns the state after a token that `take` took in before, after the same state, bit by bit the same."""
 
 
+def longest_run(page_size: int) -> int:
+    """Returns the most tokens that a state takes in together. They are those between two multiples of it."""
+    return _LONGEST_RUN if page_size % _LONGEST_RUN == 0 else page_size
+
+
 @dataclass(frozen=True)
 class Columns:
     """The pages of a group of layers, as the rows of a step find them."""
@@ -69,8 +74,8 @@ class Columns:
 
     @property
     def run(self) -> int:
-        """The most tokens of a column that are taken in together: all, or a part of a large page."""
-        return _LONGEST_RUN if self.page_size % _LONGEST_RUN == 0 else self.page_size
+        """The most tokens of a column that are taken in together."""
+        return longest_run(self.page_size)
 
 
 @dataclass(frozen=True)

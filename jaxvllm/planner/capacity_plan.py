@@ -50,7 +50,9 @@ class CapacityPlan:
     no_room: str  # the compiler's message when it found no room for a step
     kv_copies: int  # devices, or heads of a device, that hold the same KV head
     zero_heads: int  # query heads of zeros, which make the heads divide
-    zero_layers: int  # layers of zeros, which make the layers of all stages alike
+    stage_layers: tuple[int, ...]  # how many layers each stage has
+    empty_weights: float  # bytes of a device's weights, on average, for layers that only other stages have
+    empty_kv: float  # bytes of its pages for such layers
     zero_tokens: int  # rows that are never sampled, which make the vocabulary divide
     context: int
     decode: tuple[Floor, ...]  # empty where rates are not known
@@ -92,7 +94,9 @@ def make_plan(question: Question) -> CapacityPlan | Refusal:
         no_room=no_room,
         kv_copies=deployment.spread.kv_copies,
         zero_heads=deployment.spread.zero_heads,
-        zero_layers=deployment.spread.zero_layers,
+        stage_layers=tuple(map(len, deployment.spread.stage_layers)),
+        empty_weights=deployment.share.empty_bytes,
+        empty_kv=deployment.empty_share(memory.num_tokens) * memory.kv,
         zero_tokens=whole.vocab_size - deployment.spec.vocab_size,
         context=question.context,
         decode=decode,

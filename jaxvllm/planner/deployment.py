@@ -89,7 +89,8 @@ class Deployment:
     @property
     def pipeline(self) -> Pipeline:
         """The microbatches into which the steps of a replica are cut."""
-        return Pipeline(StageAxis(self.stages), step_overhead(on_cpu=self.target.platform == "cpu"))
+        overhead = step_overhead(on_cpu=self.target.platform == "cpu")
+        return Pipeline.of(self.spec, StageAxis(self.stages), overhead, self.page_size)
 
     @cached_property
     def target(self) -> Target:
@@ -110,13 +111,13 @@ class Deployment:
         return Forms.chosen(self.quantization, self.backend, may_turn=False)
 
     @property
-    def page_bytes(self) -> int:
-        """The bytes that one page of keys and values, in every layer that has them, takes of each device."""
+    def page_bytes(self) -> float:
+        """The bytes that one page of keys and values, in every layer of a stage, takes of each device on average."""
         return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
 
     @property
-    def state_bytes(self) -> int:
-        """The bytes that the states of one request take of each device, in every layer that keeps one."""
+    def state_bytes(self) -> float:
+        """The bytes that the states of one request, in every layer of a stage, take of each device on average."""
         return self.share.state_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
 
     @property
@@ -148,6 +149,10 @@ class Deployment:
     def pool_bytes(self, num_pages: int) -> int:
         """Returns the bytes of each device that `num_pages` pages of that group, and the other groups' pages, take."""
         return self.cache_shape(num_pages).device_bytes(self.spread, self.backend)
+
+    def empty_share(self, num_tokens: int) -> float:
+        """Returns which part of the pages for so many tokens is for layers that only other stages have."""
+        return self.cache_shape(num_tokens // self.page_size + 1).empty_share(self.spread, self.backend)
 
     @property
     def largest(self) -> Bucket:

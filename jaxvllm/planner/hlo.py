@@ -112,6 +112,7 @@ def _walk(
     computations: dict[str, list[_Instruction]], name: str, conditional: bool
 ) -> Iterator[tuple[Kind, int, bool, int]]:
     """Yields (kind, bytes, conditional, times) of each collective in a computation and in those that it calls."""
+    one_of: list[list[tuple[Kind, int, bool, int]]] = []
     for instruction in computations.get(name, ()):
         # Of a pair, the done has only the result; the start has the operands too.
         opcode = instruction.opcode.removesuffix("-done")
@@ -121,6 +122,9 @@ def _walk(
             match = _BODY.search(instruction.rest)
             assert match is not None, instruction
             inside = list(_walk(computations, match[2], conditional))
+            if inside and _turns_once_at_most(computations[match[1]]):
+                one_of.append(inside)
+                continue
             trips = _trip_count(instruction, computations[match[1]]) if inside else 0
             for kind, num_bytes, branch, times in inside:
                 yield kind, num_bytes, branch, times * trips
@@ -130,11 +134,18 @@ def _walk(
         elif not instruction.opcode.endswith(("-done", "-update")):  # those name again what their start calls
             for called in _names(_CALLED, instruction):
                 yield from _walk(computations, called, conditional)
+    # Where stages differ, the loops of `run_if` follow each other, and a device takes a turn in that of its stage.
+    yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, times in found), default=())
 
 
 def _names(attribute: re.Pattern[str], instruction: _Instruction) -> Iterator[str]:
     for names in attribute.findall(instruction.rest):
         yield from _NAME.findall(names)
+
+
+def _turns_once_at_most(condition: list[_Instruction]) -> bool:
+    """Returns whether a loop goes on by a value that its body makes, as that of `run_if` does, and counts nothing."""
+    return all(instruction.opcode in ("parameter", "get-tuple-element", "copy") for instruction in condition)
 
 
 def _trip_count(loop: _Instruction, condition: list[_Instruction]) -> int:

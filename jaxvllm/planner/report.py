@@ -25,8 +25,10 @@ def _title(plan: CapacityPlan) -> Iterator[str]:
         yield f"  KV heads do not divide: there are {plan.kv_copies} copies of each, and of its pages"
     if plan.zero_heads:
         yield f"  query heads do not divide: {plan.zero_heads} of zeros beside them cost what others do"
-    if plan.zero_layers:
-        yield f"  layers do not divide: {plan.zero_layers} of zeros after them cost what others do"
+    if plan.empty_weights or plan.empty_kv:
+        layers = ", ".join(map(str, plan.stage_layers))
+        empty = f"{plan.empty_weights / GIB:.2f} GiB of the weights' memory and {plan.empty_kv / GIB:.2f} of KV's"
+        yield f"  stages differ: they have {layers} layers, and {empty} are for layers that only other stages have"
     if plan.zero_tokens:
         yield f"  the vocabulary does not divide: {plan.zero_tokens} rows beside it are never sampled"
 

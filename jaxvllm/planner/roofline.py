@@ -40,18 +40,19 @@ class StepRates:
     """The few numbers that decide how long a step takes at least on each device. Many floors are computed from them
     quickly.
 
-    Positions read, and pairs of a query and a position that it sees, are sums over all layers.
+    Positions read, and pairs of a query and a position that it sees, are sums over all layers. Where layers are divided
+    among stages, the numbers are means over stages.
     """
 
-    layer_bytes: int  # weights of the layers without experts, which every microbatch reads
-    outer_bytes: int  # other weights that every step reads
-    expert_bytes: int  # of all experts
+    layer_bytes: float  # weights of the layers without experts, which every microbatch reads
+    outer_bytes: float  # other weights that every step reads
+    expert_bytes: float  # of all experts
     chosen: float  # the part of them that a token chooses
     kv_bytes: float  # keys and values of one token in one layer
-    num_layers: int  # that see positions
-    state_bytes: int  # states of a row, in all layers that keep one
-    token_flops: int  # of a token that is computed, in matrix products
-    row_flops: int  # of a row that samples
+    num_layers: float  # that see positions
+    state_bytes: float  # states of a row, in all layers that keep one
+    token_flops: float  # of a token that is computed, in matrix products
+    row_flops: float  # of a row that samples
     pair_flops: int
     bandwidth: float  # bytes/s
     flops: float  # FLOP/s
@@ -66,8 +67,8 @@ class StepRates:
             outer_bytes=share.bytes_read - share.layer_bytes,
             expert_bytes=share.expert_bytes,
             chosen=share.chosen,
-            kv_bytes=deployment.page_bytes / (deployment.page_size * some),
-            num_layers=len(attentions),
+            kv_bytes=deployment.page_bytes * deployment.stages / (deployment.page_size * some),
+            num_layers=len(attentions) / deployment.stages,
             state_bytes=deployment.state_bytes,
             token_flops=share.flops(1, 0),
             row_flops=share.flops(0, 1),

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
-from jaxvllm.models.params import build
+from jaxvllm.models.params import StackLayers, build, most
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
@@ -23,9 +23,10 @@ class _DeclaredArrays:
 
     decl: ParamDecl
     is_of_layers: bool
-    count: int
+    count: int  # that there is room for
+    mean: float  # of the layers that a stage has; 1 outside the layers
     elements: int  # of each of them, on this device
-    num_bytes: int  # of all
+    num_bytes: int  # of each
 
     @property
     def multiplied(self) -> int:
@@ -36,7 +37,11 @@ class _DeclaredArrays:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of `spread.spec` in `dtype` that each device has: of a stage's layers, and of all outside them."""
+    """The share of `spread.spec` in `dtype` that each device has: of a stage's layers, and of all outside them.
+
+    Stages may differ. A device has memory for as many layers of a kind as the stage has that has most of them. What
+    devices read and compute is the mean over all stages.
+    """
 
     spread: Spread
     dtype: np.dtype
@@ -44,27 +49,32 @@ class Share:
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec of the device's part."""
+        """The spec of all layers, of each of which the devices of its stage have this share."""
         return self.spread.shard
 
     @property
     def weight_bytes(self) -> int:
-        return sum(one.num_bytes for one in self._arrays())
+        return sum(one.count * one.num_bytes for one in self._arrays())
 
     @property
-    def bytes_read(self) -> int:
+    def empty_bytes(self) -> float:
+        """The bytes of `weight_bytes` for layers that only other stages have."""
+        return sum((one.count - one.mean) * one.num_bytes for one in self._arrays())
+
+    @property
+    def bytes_read(self) -> float:
         """The bytes of weights that every step reads in full. Only a few rows of an untied embedding are read."""
-        return sum(one.num_bytes for one in self._arrays() if one.decl.storage != "table")
+        return sum(one.mean * one.num_bytes for one in self._arrays() if one.decl.storage != "table")
 
     @property
-    def layer_bytes(self) -> int:
+    def layer_bytes(self) -> float:
         """The bytes of weights that every microbatch reads: those of the layers."""
-        return sum(one.num_bytes for one in self._arrays() if one.is_of_layers)
+        return sum(one.mean * one.num_bytes for one in self._arrays() if one.is_of_layers)
 
     @property
-    def expert_bytes(self) -> int:
+    def expert_bytes(self) -> float:
         """The bytes of all experts, of which a step reads those that some token has chosen."""
-        return sum(one.num_bytes for one in self._arrays() if one.decl.chosen is not None)
+        return sum(one.mean * one.num_bytes for one in self._arrays() if one.decl.chosen is not None)
 
     @property
     def chosen(self) -> float:
@@ -76,39 +86,40 @@ class Share:
     def smallest_matrix_bytes(self) -> int:
         """The bytes of the smallest matrix of one layer. Smaller temporaries cannot hold a copy of a matrix."""
         matrices = (one for one in self._arrays() if one.is_of_layers and one.decl.is_multiplied)
-        return min(one.num_bytes // one.count for one in matrices)
+        return min(one.num_bytes for one in matrices)
 
-    def flops(self, num_tokens: int, num_rows: int) -> int:
+    def flops(self, num_tokens: int, num_rows: int) -> float:
         """Counts the floating-point operations of a step's matrix products, without attention."""
         # Outside the layers the head is the only matrix, and only rows that sample need it.
         return sum(
-            2 * (num_tokens if one.is_of_layers else num_rows) * one.count * one.multiplied
+            2 * (num_tokens if one.is_of_layers else num_rows) * one.mean * one.multiplied
             for one in self._arrays()
             if one.decl.is_multiplied
         )
 
-    def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
-        """Returns the bytes of one page of keys and values, in all layers."""
+    def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> float:
+        """Returns the bytes of one page of keys and values, in all layers of a stage."""
         return self._kept_bytes(page_size, page_dtype, backend, states=False)
 
-    def state_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> int:
-        """Returns the bytes of the states of one request, in all layers that keep one."""
+    def state_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> float:
+        """Returns the bytes of the states of one request, in all layers of a stage that keep one."""
         return self._kept_bytes(page_size, page_dtype, backend, states=True)
 
-    def _kept_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend, *, states: bool) -> int:
+    def _kept_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend, *, states: bool) -> float:
         kept = [memory for layer in self.spec.layers if layer.reads is None for memory in layer.memories]
         pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
-        return sum(page.size * page.dtype.itemsize for page in pages)
+        of_all: int = sum(page.size * page.dtype.itemsize for page in pages)
+        return of_all / self.spread.stages
 
     def _arrays(self) -> list[_DeclaredArrays]:
-        def leaf(name: str, matrix: ParamDecl, layers: tuple[int, ...] | None) -> Any:
+        def leaf(name: str, matrix: ParamDecl, layers: StackLayers | None) -> Any:
             return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
 
-        def of_array(decl: ParamDecl, layers: tuple[int, ...] | None) -> _DeclaredArrays:
+        def of_array(decl: ParamDecl, layers: StackLayers | None) -> _DeclaredArrays:
             elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
-            count = 1 if layers is None else len(layers)
-            num_bytes = count * elements * decl.dtype_in(self.dtype).itemsize
-            return _DeclaredArrays(decl, layers is not None, count, elements, num_bytes)
+            count, mean = (1, 1.0) if layers is None else (most(layers), sum(map(len, layers)) / len(layers))
+            num_bytes = elements * decl.dtype_in(self.dtype).itemsize
+            return _DeclaredArrays(decl, layers is not None, count, mean, elements, num_bytes)
 
-        arrays: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread.stage, "stacked", leaf))
+        arrays: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread, "stacked", leaf))
         return arrays

@@ -1,5 +1,6 @@
 """The sizes of an engine's KV cache and slot table, and the abstract arrays that follow from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,7 +84,26 @@ class CacheShape:
         no request outgrows see all. Layers that read another's memory are in no group. Where the step reads windows
         while it runs, so that a layer's group is not known when it is compiled, all layers are one group. Raises
         NotImplementedError where these keep different things.
+        A stage has the groups of its model, of which some may have none of its layers.
         """
+        of_model = self._groups_of(spec.whole)
+        if spec.part_of is None:
+            return of_model
+        layers: list[list[int]] = [[] for _ in of_model]
+        numbers = {
+            memory: number
+            for number, group in enumerate(of_model)
+            for layer in group.layers
+            for memory in spec.whole.layers[layer].memories
+            if memory.seeing(group.window) == group.memory
+        }
+        for number, layer in enumerate(spec.layers):
+            for memory in layer.memories:
+                layers[numbers[memory]].append(number)
+        return tuple(replace(group, layers=tuple(own)) for group, own in zip(of_model, layers, strict=True))
+
+    def _groups_of(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
+        """Returns the groups of all layers of a model."""
         windows = known_windows(spec)
         kept = {number: layer.memories for number, layer in enumerate(spec.layers) if layer.reads is None}
         if None in windows:
@@ -142,15 +162,30 @@ class CacheShape:
         The pages of drafts follow.
         """
         sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
-        of_groups = self._structs(spec, Spread.on(spec, mesh).whole, backend)
+        spread = Spread.on(spec, mesh)
+        counts = [count * spread.stages for count in self.stage_room(spread)]
+        of_groups = self._structs(spec, spread.whole, counts, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
         return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in placed)
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
         """Returns how many bytes of each device all pages take."""
-        structs = self._structs(spread.spec, spread.shard, backend) + self._draft_structs(backend)
-        return sum(struct.size * struct.dtype.itemsize for struct in structs)
+        structs = self._structs(spread.spec, spread.shard, self.stage_room(spread), backend)
+        return sum(map(_num_bytes, structs + self._draft_structs(backend)))
+
+    def empty_share(self, spread: Spread, backend: Backend) -> float:
+        """Returns which part of those bytes, on average, is for layers that only other stages have."""
+        counts = self.stage_room(spread)
+        each = list(map(_num_bytes, self._structs(spread.spec, spread.shard, counts, backend)))
+        used = [len(group.layers) / spread.stages for group in self.groups(spread.spec)]
+        own = sum(of * some / count for of, some, count in zip(each, used, counts, strict=True))
+        return 1 - own / sum(each)
+
+    def stage_room(self, spread: Spread) -> list[int]:
+        """Returns for how many layers of each group a stage has pages: as many as the stage that has most of them."""
+        each = [self.groups(part) for part in spread.parts]
+        return [max(len(group.layers) for group in of_stages) for of_stages in zip(*each, strict=True)]
 
     def with_pages(self, num_pages: int) -> "CacheShape":
         return replace(self, num_pages=num_pages)
@@ -163,16 +198,13 @@ class CacheShape:
         """
         return self if any(group.window for group in self.groups(spec)) else replace(self, step_tokens=1)
 
-    def _structs(self, spec: ModelSpec, part: ModelSpec, backend: Backend) -> list[jax.ShapeDtypeStruct]:
-        """Returns the pages of the layers and heads of `part`, which a `Spread` made of `spec`."""
-        groups, sizes = self.groups(part), self.group_sizes(spec)
-        if [group.window for group in groups] != [size.window for size in sizes]:
-            raise NotImplementedError(
-                f"the windows of {spec.num_layers} layers have no pattern that stages could share: use a mesh of DxM"
-            )
+    def _structs(
+        self, spec: ModelSpec, spread_out: ModelSpec, counts: Sequence[int], backend: Backend
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Returns the pages of `counts` layers of each group, with the heads that a `Spread` of `spec` made of them."""
         return [
-            group.memory.pages(len(group.layers), size.num_pages, self.page_size, self.dtype, backend)
-            for group, size in zip(groups, sizes, strict=True)
+            group.memory.pages(count, size.num_pages, self.page_size, self.dtype, backend)
+            for group, size, count in zip(self.groups(spread_out), self.group_sizes(spec), counts, strict=True)
         ]
 
     def _draft_structs(self, backend: Backend) -> list[jax.ShapeDtypeStruct]:
@@ -197,3 +229,7 @@ class CacheShape:
     def _page_bytes(self, group: LayerGroup) -> int:
         """Returns the bytes of a page of all layers of a group."""
         return len(group.layers) * group.memory.page_bytes(self.page_size, self.dtype)
+
+
+def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:
+    return struct.size * struct.dtype.itemsize

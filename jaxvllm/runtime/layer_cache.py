@@ -90,17 +90,20 @@ class LayerCache:
                 plans[key] = memory.plan(rows, pages, heads, self.dtype, self.backend)
         return plans
 
-    @cached_property
-    def begin(self) -> Kept:
-        """The cache as the first layer gets it. Plans are made here, outside of the loops over layers."""
+    def make_plans(self) -> None:
+        """Makes what the kernels know once a step. It is called outside of the loops over layers."""
         assert self._plans is not None
+
+    @property
+    def nothing_taken(self) -> TakenIn:
+        """Returns what `recur` fills with what the states of layers may still take in, with nothing in it."""
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):
-                each = len(group.layers), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
+                each = len(self.pages[number]), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
-        return self.pages, taken
+        return taken
 
     def attend(
         self,
@@ -151,7 +154,13 @@ class LayerCache:
             out, own = memory.advance(*where, weights, tokens)
             return out, (_replaced(pages, number, own), taken)
         out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
-        return out, (pages, taken | {number: jax.tree.map(lambda x, new: x.at[place].set(new), taken[number], seen)})
+        # In stages, a part of the step may have no token of a row, or of any.
+        is_here = self.rows.query_lens() > 0
+
+        def stored(x: jax.Array, new: jax.Array) -> jax.Array:
+            return x.at[place].set(jnp.where(is_here.reshape(-1, *[1] * (new.ndim - 1)), new, x[place]))
+
+        return out, (pages, taken | {number: jax.tree.map(stored, taken[number], seen)})
 
     def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:
         """Lets the states of all layers take in the first `counts` i32[R] tokens of each row, of those in `taken`."""

@@ -1,5 +1,6 @@
 """The parts of every step program: a model on its devices, its forward pass over packed rows, and its sampler."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,8 +41,20 @@ class StepModel:
 
     @property
     def shard(self) -> ModelSpec:
-        """The part of the model that one device computes."""
-        return Spread(self.spec, self.axis.size, self.pipeline.stages.size).shard
+        """The share of each layer that one device computes."""
+        return self._spread.shard
+
+    @property
+    def parts(self) -> Mapping[ModelSpec, tuple[int, ...]]:
+        """The parts of `shard` that stages compute, each once, with the numbers of these stages."""
+        parts: dict[ModelSpec, tuple[int, ...]] = {}
+        for stage, part in enumerate(self._spread.parts):
+            parts[part] = (*parts.get(part, ()), stage)
+        return parts
+
+    @property
+    def _spread(self) -> Spread:
+        return Spread(self.spec, self.axis.size, self.pipeline.stages.size)
 
 
 @partial(
@@ -96,23 +109,35 @@ def compute(
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
     with_tables = replace(rows, page_table=tables)
 
-    def run(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, jax.Array, Kept]:
-        cache = LayerCache(shard, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
-        begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real())
-        return run_layers(params, shard, x, rows.positions, begin, *ways)
+    def cache_of(part: ModelSpec, rows: RaggedRows, pages: KVCachePages) -> LayerCache:
+        return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
 
-    taken: TakenIn = {}
+    def run(part: ModelSpec, x: jax.Array, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, jax.Array, Kept]:
+        cache = cache_of(part, rows, kept[0])
+        cache.make_plans()
+        ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real()
+        return run_layers(params, part, x, rows.positions, kept, *ways)
+
+    kept: Kept = own_pages, cache_of(shard, with_tables, own_pages).nothing_taken
     if model.pipeline.stages.size == 1:
-        x, states, (own_pages, taken) = run(x, with_tables, own_pages)
+        x, states, kept = run(shard, x, with_tables, kept)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
 
-        def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
-            x, _, (pages, _) = run(x, rows, pages)
-            return x, pages
+        def run_part(part: ModelSpec, rows: RaggedRows, before: tuple[jax.Array, Kept]) -> tuple[jax.Array, Kept]:
+            x, kept = before
+            x, _, kept = run(part, x, rows, kept)
+            return x, kept
 
-        x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
+        def layers(x: jax.Array, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
+            for part, stages in model.parts.items():
+                x, kept = model.pipeline.only_on(stages, partial(run_part, part, rows), (x, kept))
+            return x, kept
+
+        # Drafts of a row that states look ahead at stay together.
+        x, kept = model.pipeline.compute(layers, x, with_tables, kept, model.axis, is_whole=bool(kept[1]))
         states = jnp.zeros((0, *x.shape), x.dtype)
+    own_pages, taken = kept
     return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
 
 
@@ -122,8 +147,14 @@ def commit(
     """Lets states take in the first `counts` i32[R] tokens of each row that `compute` took for drafts."""
     num_groups, rows = model.sizes.num_groups, replace(computed.rows, page_table=tables)
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
-    cache = LayerCache(model.shard, model.shape, rows, own_pages, computed.hidden.dtype, model.backend)
-    return (*cache.commit(own_pages, computed.taken, counts), *others)
+
+    def commit_part(part: ModelSpec, pages: KVCachePages) -> KVCachePages:
+        cache = LayerCache(part, model.shape, rows, pages, computed.hidden.dtype, model.backend)
+        return cache.commit(pages, computed.taken, counts)
+
+    for part, stages in model.parts.items() if computed.taken else ():
+        own_pages = model.pipeline.only_on(stages, partial(commit_part, part), own_pages)
+    return (*own_pages, *others)
 
 
 def draw(

@@ -185,7 +185,8 @@ class StepCompiler:
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
         axis, stages = ModelAxis(self.mesh.shape[MODEL]), StageAxis(self.mesh.shape[STAGE])
-        pipeline = Pipeline(stages, step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu"))
+        overhead = step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu")
+        pipeline = Pipeline.of(self.spec, stages, overhead, self.shape.page_size)
         model = StepModel(self.spec, self.shape.of_programs(self.spec), self.backend, axis, self.sampling, pipeline)
         on_parts = out_specs if self.mesh.size > 1 else None
         return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))

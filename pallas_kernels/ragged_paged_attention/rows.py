@@ -46,14 +46,13 @@ class RaggedRows:
         positions = jnp.where(tokens < query_starts[-1], positions, 0)
         return cls(page_table, query_starts, starts + query_lens, token_rows, positions)
 
-    def part(self, first: jax.Array, num_tokens: int) -> "RaggedRows":
-        """Returns what these rows compute in tokens `first:first + num_tokens`; `first` T gives no token.
+    def part(self, first: jax.Array, end: jax.Array, num_tokens: int) -> "RaggedRows":
+        """Returns what these rows compute in tokens `first:end`, which are at most `num_tokens`; the rest is padding.
 
-        `num_tokens` divides T, and `first` is a multiple of it. Where rows and tokens are not the same, `num_tokens` is
-        more than R, since each of the rows is in the result.
+        Where rows and tokens are not the same, `num_tokens` is more than R, since each of the rows is in the result.
         """
         tokens = first + jnp.arange(num_tokens, dtype=jnp.int32)
-        is_here = tokens < len(self.token_rows)
+        is_here = tokens < end
         positions = jnp.where(is_here, jnp.take(self.positions, tokens, mode="clip"), 0)
         if self.decode_only:
             kv_lens = jnp.where(is_here, jnp.take(self.kv_lens, tokens, mode="clip"), 0)
@@ -61,11 +60,11 @@ class RaggedRows:
             own = jnp.arange(num_tokens + 1, dtype=jnp.int32)
             return RaggedRows(page_table, own, kv_lens, own[:-1], positions)
         assert num_tokens > len(self.kv_lens), "rows with one token each would be taken for rows that decode"
-        query_starts = jnp.clip(self.query_starts - first, 0, num_tokens)
+        query_starts = jnp.clip(self.query_starts - first, 0, end - first)
         # A row that goes on after this part has so many keys fewer here.
-        kv_lens = self.kv_lens - jnp.maximum(self.query_starts[1:] - (first + num_tokens), 0)
+        kv_lens = self.kv_lens - jnp.maximum(self.query_starts[1:] - end, 0)
         kv_lens = jnp.where(jnp.diff(query_starts) > 0, kv_lens, 0)
-        token_rows = jnp.take(self.token_rows, tokens, mode="clip")
+        token_rows = jnp.where(is_here, jnp.take(self.token_rows, tokens, mode="clip"), len(self.kv_lens) - 1)
         return RaggedRows(self.page_table, query_starts, kv_lens, token_rows, positions)
 
     def in_chunks(self, chunk: int, page_size: int) -> "RaggedRows":

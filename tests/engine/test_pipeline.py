@@ -40,6 +40,7 @@ SIZES: dict[str, Any] = dict(
 # Of four layers of which every other has a window; of four alike; of three, so that a layer of zeros fills up a stage.
 QUICK = ("gemma2", "2x1x2")
 UNEVEN = ("llama", "2x1x4")
+STATES = ("lfm2", "2x1x1")  # two and attention, and then one and attention
 CASES = [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (("qwen3", "4x1x1"), UNEVEN))]
 
 
@@ -80,7 +81,9 @@ def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
 
 
 # The other one has stages of one layer each, and is else as these.
-@pytest.mark.parametrize("case", [QUICK, pytest.param(UNEVEN, marks=pytest.mark.slow)], ids="-".join)
+@pytest.mark.parametrize(
+    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (UNEVEN, STATES))], ids="-".join
+)
 def test_pages_travel_between_engines_with_and_without_stages(case: tuple[str, str], tmp_path: Path) -> None:
     """By files that both engines share. Each computes some prompts, and finds the others'."""
     name, mesh = case

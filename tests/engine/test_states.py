@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,17 +62,23 @@ def proposer(expected: list[list[int]]) -> Adjustable:
     return Adjustable(tuple((*p, *a) for p, a in zip(PROMPTS, expected, strict=True)), (0, 0, 0))
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint: Path, proposer: Adjustable) -> Iterator[LLM]:
+@contextmanager
+def drafting(checkpoint: Path, proposer: Adjustable, **options: Any) -> Iterator[LLM]:
     """An engine whose decode steps all have three drafts a row where they may, of the proposer's choice."""
     with pytest.MonkeyPatch.context() as patch:
         choose_drafts(patch)
         with all_drafts_or_none():
             patch.setattr("jaxvllm.engine.drafting.NgramProposer", lambda *_: proposer)
             config = {"method": "ngram", "num_speculative_tokens": 3}
-            llm = tiny_llm(checkpoint, speculative_config=config, num_pages=65)
+            llm = tiny_llm(checkpoint, speculative_config=config, num_pages=65, **options)
         with llm:
             yield llm
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path, proposer: Adjustable) -> Iterator[LLM]:
+    with drafting(checkpoint, proposer) as llm:
+        yield llm
 
 
 # All drafts right, none, the first alone, and each that follows a wrong one.
@@ -159,6 +167,11 @@ def test_on_two_devices(checkpoint: Path, expected: list[list[int]]) -> None:
         assert_idle(llm)
 
 
-def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="layers that keep a state cannot be divided among stages"):
-        tiny_llm(checkpoint, mesh="2x1x1")
+@pytest.mark.slow
+def test_drafts_in_stages(checkpoint: Path, expected: list[list[int]], proposer: Adjustable) -> None:
+    with drafting(checkpoint, proposer, mesh="2x1x1") as llm:
+        for shifts in ([0, 0, 0], [0, 1, 0]):
+            proposer.told[:] = shifts
+            assert greedy_tokens(llm, PROMPTS) == expected
+        assert llm.engine.stats().num_draft_tokens > 0
+        assert_idle(llm)

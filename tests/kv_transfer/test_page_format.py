@@ -40,13 +40,14 @@ def test_an_engine_with_other_copies_of_its_heads_gets_the_same(form: PageFormat
     assert_same(wider.page(wider.held(form.decode(NAME, form.encode(NAME, page)))), page)
 
 
-def test_layers_of_zeros_do_not_travel(form: PageFormat) -> None:
-    """An engine has them after the model's layers, if its layers are divided among stages."""
+def test_the_room_for_layers_of_other_stages_does_not_travel(form: PageFormat) -> None:
     page = some_page(form, 1)
-    staged = replace(form, arrays=tuple(replace(of, zero_layers=2) for of in form.arrays))
+    stages = ((0, 2, 0), (1, 0, 0))  # the layers of each array that three stages have
+    staged = replace(form, arrays=tuple(replace(of, stages=n) for of, n in zip(form.arrays, stages, strict=True)))
     assert staged.fingerprint == form.fingerprint
     held = staged.held(page)
-    assert held[0].shape == (4, 3, 4, 8) and not held[0][2:].any()
+    assert held[0].shape == (6, 3, 4, 8) and not held[0][:2].any() and not held[0][4:].any()
+    assert held[1].shape == (3, 4, 4, 8) and held[1][0].any() and not held[1][1:].any()
     assert_same(form.decode(NAME, staged.encode(NAME, staged.page(held))), page)
     assert staged.held(some_page(form, 1, windowed=True))[1].shape == held[1].shape
 

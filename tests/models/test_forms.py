@@ -149,7 +149,7 @@ def test_on_a_mesh_as_on_one_device(case: Case, layout: Layout, forms: Forms) ->
 
 
 def test_stages_have_the_same_arrays(case: Case) -> None:
-    # Three layers in two stages of two: the last one is filled up with zeros.
+    # Three layers in two stages with room for two each: the place of the fourth stays empty.
     staged, whole = (case.load("stacked", INT8, size=2, stages=stages)["layers"] for stages in (2, 1))
     num_layers = case.spec.num_layers
     own = jax.tree.map(lambda stack: np.asarray(stack)[:num_layers], staged)

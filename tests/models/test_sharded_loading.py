@@ -260,7 +260,7 @@ def test_three_kv_heads_over_two_devices_and_dummy_weights(tmp_path: Path) -> No
 def test_each_stage_has_its_layers_and_reads_no_others(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fixture = divisible("llama")  # three layers: the second stage has one, and one of zeros
+    fixture = divisible("llama")  # three layers: the second stage has one, and room for another
     spec, directory = model_spec(fixture.config), fixture.write_checkpoint(tmp_path / "model")
     if form == "orbax":
         checkpoint.convert(directory, tmp_path / "out", dtype="auto", mesh=make_mesh(MeshShape(1, 1), jax.devices()))

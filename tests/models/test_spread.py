@@ -12,6 +12,8 @@ from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.ffn import GatedFfn
+from jaxvllm.models.layer_loops import layer_loops
+from jaxvllm.models.params import declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from tests.models.changed import changed, in_windows
@@ -85,32 +87,52 @@ def layered(num_layers: int, windows: tuple[int | None, ...] = (None,)) -> Model
     return in_windows(DEMO, *(windows * num_layers)[:num_layers])
 
 
+GEMMA3 = (8, 8, 8, 8, 8, None)
+
+
 @pytest.mark.parametrize(
-    ("spec", "stages", "layers"),
+    ("spec", "layers", "programs"),
     [
-        (layered(28), 1, 28),
-        (layered(28), 2, 14),
-        (layered(27), 2, 14),  # 14 and 13
-        (layered(46, (8, None)), 2, 24),  # Gemma 2 27B: 24 and 22, not 23, as each begins with a window
-        (layered(62, (8, 8, 8, 8, 8, None)), 2, 36),  # Gemma 3 27B
-        (layered(48, (8, 8, 8, 8, 8, None)), 8, 6),
-        (layered(3), 3, 1),
+        (layered(28), [28], 1),
+        (layered(28), [14, 14], 1),
+        (layered(27), [14, 13], 2),
+        (layered(30), [8, 8, 7, 7], 2),
+        (layered(46, (8, None)), [23, 23], 2),  # Gemma 2 27B: one begins with a window, and the other does not
+        (layered(48, GEMMA3), [6] * 8, 1),
+        (layered(48, GEMMA3), [16] * 3, 3),
+        (layered(4, (8, None, None, None)), [2, 2], 2),
+        (layered(3), [1, 1, 1], 1),
     ],
 )
-def test_stages_have_layers_alike(spec: ModelSpec, stages: int, layers: int) -> None:
-    spread = Spread(spec, 1, stages)
-    assert spread.shard.num_layers == spread.stage_layers == layers
-    assert spread.whole.num_layers == stages * layers == spec.num_layers + spread.zero_layers
-    assert spread.whole.layers == spread.shard.layers * stages
-    assert spread.whole.layers[: spec.num_layers] == spec.layers
-    assert spread.zero_layers < layers, "no stage is empty"
+def test_stages_have_equally_many_layers_or_one_fewer(spec: ModelSpec, layers: list[int], programs: int) -> None:
+    spread = Spread(spec, 1, len(layers))
+    assert [part.num_layers for part in spread.parts] == list(map(len, spread.stage_layers)) == layers
+    assert len(set(spread.parts)) == programs
+    assert tuple(layer for part in spread.parts for layer in part.layers) == spec.layers == spread.whole.layers
+    assert {part.whole for part in spread.parts} == {spec}
+    stacks = layer_stacks(spec)
+    for part in spread.parts:
+        own = layer_stacks(part)
+        assert own.keys() == stacks.keys()
+        for layer in range(part.num_layers):
+            assert {stack.name for stack in own.values() if layer in stack.layers} == set(declare_layer(part, layer))
 
 
-def test_stages_that_would_be_empty_or_differ_are_refused() -> None:
-    with pytest.raises(ValueError, match="9 layers cannot be divided among 4 .*: use a mesh of 1x2, 2x1x2$"):
-        Spread(layered(9), 2, 4)
-    with pytest.raises(ValueError, match="4 layers cannot be divided among 2 stages .*: use a mesh of 1x1$"):
-        Spread(layered(4, (8, None, None, None)), 1, 2)
+def test_a_stage_may_begin_within_a_pattern_whose_windows_are_known_all_the_same() -> None:
+    spread = Spread(layered(62, GEMMA3), 1, 2)  # Gemma 3 27B
+    for part in spread.parts:
+        loops = layer_loops(part.layers, part.whole.layers)
+        assert all(
+            len({part.layers[number].window for number in loop.layers_of(run).flat}) == 1
+            for loop in loops
+            for run in range(len(loop.runs))
+        )
+    assert len(layer_loops(spread.parts[1].layers)) == 1, "alone, these layers would have no pattern"
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 layers cannot be divided among 4 .*: use a mesh of 1x2, 2x1x2$"):
+        Spread(layered(3), 2, 4)
 
 
 def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
@@ -119,9 +141,7 @@ def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
     with pytest.raises(ValueError, match="read another layer's keys and values, or have embeddings of their own"):
         Spread(spec, 1, 2)
     keys = model_spec(Fixture.load("gemma4-keys").config)
-    assert Spread(keys, 1, 2).shard.layers == keys.layers[:3]
-    with pytest.raises(ValueError, match="5 layers whose output is scaled cannot be filled up with layers of zeros"):
-        Spread(changed(layered(5), has_scale=True), 1, 2)
+    assert Spread(keys, 1, 2).parts[0].layers == keys.layers[:3]
 
 
 def test_a_layer_reads_an_earlier_one_that_is_like_it() -> None:

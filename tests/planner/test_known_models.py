@@ -1,10 +1,12 @@
 """Well-known models: their parameters are as many as published, and names lead to them."""
 
 import json
+from collections import Counter
 from decimal import Decimal
 
 import pytest
 
+from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import num_parameters
 from jaxvllm.models.spread import Spread
@@ -76,21 +78,18 @@ def test_parameters_are_as_many_as_published(name, published):
     assert Spread(spec, 1).whole == spec
 
 
-def divides(name: str, stages: int) -> bool:
-    try:
-        return bool(Spread(model_spec(known_models()[name]), 1, stages))
-    except ValueError:
-        return False
-
-
-def test_which_models_can_be_divided_into_stages():
-    """As docs/scaling.md says."""
-    # Their first layers are of another kind than the others, or keep states.
-    never = {"deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3.5-35B-A3B"}
-    for stages in (2, 3):
-        assert {name for name in known_models() if not divides(name, stages)} == never
-    refused = {name for name in known_models() if not divides(name, 4)}
-    assert refused == never | {"google/gemma-3-1b", "google/gemma-3-4b", "HuggingFaceTB/SmolLM3-3B"}
+@pytest.mark.parametrize(
+    ("name", "stages", "counts"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 2, [{False: 3, True: 28}, {True: 30}]),  # whether a layer has experts
+        ("deepseek-ai/DeepSeek-V2-Lite", 3, [{False: 1, True: 8}, {True: 9}, {True: 9}]),
+        ("Qwen/Qwen3.5-35B-A3B", 4, [{True: 10}] * 4),
+    ],
+)
+def test_models_whose_layers_differ_are_divided_into_stages(name, stages, counts):
+    spread = Spread(model_spec(known_models()[name]), 1, stages)
+    experts = [[isinstance(layer.ffn, ExpertsFfn) for layer in part.layers] for part in spread.parts]
+    assert list(map(Counter, experts)) == counts
 
 
 @pytest.mark.parametrize(

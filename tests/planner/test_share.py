@@ -32,10 +32,24 @@ def test_bytes_are_those_of_the_shards(model, shape):
     assert planned.share.bytes_read == sum(map(shard_bytes, jax.tree.leaves(read)))
     assert planned.share.layer_bytes == sum(map(shard_bytes, jax.tree.leaves(params["layers"])))
     assert planned.share.smallest_matrix_bytes == min(
-        shard_bytes(params["layers"][name]) // planned.spread.stage_layers for name in ("qkv", "o", "gate_up", "down")
+        shard_bytes(params["layers"][name]) // len(planned.spread.stage_layers[0])
+        for name in ("qkv", "o", "gate_up", "down")
     )
     pages = CacheShape(6, 16, 1, 1, jnp.dtype(jnp.bfloat16), 16).pages(planned.spec, planned.backend, mesh)
     assert 6 * planned.page_bytes == sum(map(shard_bytes, pages))
+
+
+def test_stages_that_differ_have_room_for_the_most_layers_of_a_kind():
+    planned = deployment("DeepSeek-V2-Lite", "h200", mesh="2x1x2", dtype="bfloat16")
+    mesh = make_mesh(MeshShape.parse("2x1x2"), jax.devices())
+    params, share = abstract_params(planned.spec, jnp.bfloat16, "stacked", mesh), planned.share
+    assert share.weight_bytes == sum(map(shard_bytes, jax.tree.leaves(params)))
+    # One dense layer and 13 with experts, and 13 with experts: the second has room for a dense layer that it has not.
+    alone = Share(Spread(planned.spec, 2), jnp.dtype("bfloat16"))
+    assert share.layer_bytes == alone.layer_bytes / 2
+    assert share.empty_bytes == share.weight_bytes - (share.bytes_read + shard_bytes(params["embed"]))
+    dense = planned.spread.shard.layers[0]
+    assert share.empty_bytes == 2 * sum(math.prod(decl.shape) for decl in dense.declare().values()) / 2
 
 
 def test_operations_are_two_a_weight_and_token():

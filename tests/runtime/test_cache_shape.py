@@ -146,6 +146,24 @@ def test_a_layer_that_keeps_several_things_is_in_as_many_groups() -> None:
     assert window.layers == scan.layers == (0, 1, 2) and window.memory != scan.memory
 
 
+def test_each_stage_has_pages_for_the_most_layers_of_a_group_that_one_has() -> None:
+    spec = model_spec(Fixture.load("lfm2").config)  # two states and attention, and then one of each
+    shape = CacheShape(41, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16)
+    spread, mesh = Spread(spec, 1, 2), make_mesh(MeshShape(1, 1, stages=2), jax.devices())
+    attention, states = (group.memory for group in shape.groups(spec))
+    assert [shape.groups(part) for part in spread.parts] == [
+        (LayerGroup((2,), attention), LayerGroup((0, 1), states)),
+        (LayerGroup((1,), attention), LayerGroup((0,), states)),
+    ]
+    assert shape.stage_room(spread) == [1, 2]
+    pages = shape.pages(spec, REFERENCE, mesh)
+    assert [of.sharding.shard_shape(of.shape)[0] for of in pages] == [1, 2]
+    bytes_of = [of.size * of.dtype.itemsize for of in pages]
+    assert shape.device_bytes(spread, REFERENCE) == sum(bytes_of) // 2
+    assert shape.empty_share(spread, REFERENCE) == pytest.approx(bytes_of[1] / 4 / sum(bytes_of))
+    assert [array.stages for array in page_format("", spec, shape, REFERENCE, mesh).arrays] == [(1, 1), (2, 1)]
+
+
 def test_heads_that_a_gpus_kernels_do_not_have_are_left_to_xla() -> None:
     backend = Backend.of_chip(chip_named("h200"))
     assert KeysAndValues(2, 512, None).backend(backend) == REFERENCE

@@ -2,6 +2,8 @@
 
 import re
 from collections import Counter
+from functools import cache
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models.params import abstract_params
+from jaxvllm.models.spec import ModelSpec
 from jaxvllm.planner.hlo import read_collectives
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.pipeline import Pipeline
@@ -19,12 +22,16 @@ from sharding.axis import StageAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import in_windows
+from tests.models.test_layer_loops import first_dense
 from tests.models.test_spread import DEMO
 from tests.runtime.test_sharded_step import DECODE, MIXED, OF_MIN_TOKENS, SHAPE
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 SPEC = in_windows(DEMO, *[None] * 4)
+# Three layers in one stage of two, of which the first is of another kind, and two in the other.
+UNLIKE = first_dense(1, 4)
+ON_TWO = MeshShape(data=1, model=2, stages=2)
 # The axes of the mesh over which a collective goes that is no collective-permute.
 OVER = re.compile(r"replica_groups=mesh\[[^\]]*\] (\{[^}]*\})")
 
@@ -76,41 +83,80 @@ def test_parts_of_rows_compute_what_the_rows_do(
     starts: list[int], lengths: list[int], num_tokens: int, size: int
 ) -> None:
     rows = rows_of(starts, lengths, num_tokens)
-    parts = [rows.part(jnp.int32(first), size) for first in range(0, num_tokens, size)]
+    parts = [rows.part(jnp.int32(first), jnp.int32(first + size), size) for first in range(0, num_tokens, size)]
     assert [token for part in parts for token in computed(part)] == computed(rows)
-    for part in (*parts, nothing := rows.part(jnp.int32(num_tokens), size)):
+    end = jnp.int32(num_tokens)
+    for part in (*parts, nothing := rows.part(end, end, size)):
         assert part.decode_only == rows.decode_only and len(part.positions) == size
         assert (np.asarray(part.query_lens()) > 0).sum() <= len(computed(part))
     assert not computed(nothing) and not nothing.query_lens().any()
 
 
-def compiled(mesh: MeshShape, bucket: Bucket) -> jax.stages.Compiled:
+@pytest.mark.parametrize(
+    ("starts", "lengths", "count"),
+    [([3, 0, 7], [1, 9, 20], 2), ([5, 40], [64, 0], 4), ([0, 0, 13, 2], [3, 17, 11, 1], 4), ([0], [5], 1)],
+    ids=str,
+)
+def test_tokens_that_a_state_takes_in_together_stay_together(starts: list[int], lengths: list[int], count: int) -> None:
+    run, num_tokens = 8, 64
+    pipeline, rows = Pipeline(StageAxis(2), state_run=run), rows_of(starts, lengths, num_tokens)
+    room = pipeline.room(count, num_tokens, len(starts))
+    *begins, end, again = np.asarray(pipeline.begins(rows, count)).tolist()
+    assert begins == sorted(begins) and len(begins) == count and begins[0] == 0 and end == again == num_tokens
+    parts = [rows.part(jnp.int32(a), jnp.int32(b), room) for a, b in pairwise((*begins, end))]
+    assert [token for part in parts for token in computed(part)] == computed(rows)
+    for part in parts:
+        assert len(part.positions) == room
+        own = np.asarray(part.query_lens()) > 0
+        first = np.asarray(part.starts())[own]
+        assert all(start % run == 0 or start in starts for start in first)
+
+
+def test_microbatches_of_states_count_the_room_that_they_need() -> None:
+    plain, states = (Pipeline(StageAxis(2), overhead=5, state_run=run) for run in (1, 16))
+    assert (plain.num_microbatches(64, 16), states.num_microbatches(64, 16)) == (2, 1)
+    assert (plain.num_microbatches(128, 16), states.num_microbatches(128, 16)) == (4, 2)
+    assert states.num_microbatches(16, 16) == plain.num_microbatches(16, 16) == 2, "each row has one token"
+
+
+@cache
+def compiled(mesh: MeshShape, bucket: Bucket, spec: ModelSpec) -> jax.stages.Compiled:
     devices = make_mesh(mesh, jax.devices())
-    params = abstract_params(SPEC, jnp.float32, "stacked", devices)
-    pages = SHAPE.pages(SPEC, REFERENCE, devices)
-    return StepCompiler(params, pages, SPEC, SHAPE, REFERENCE, devices).compile_begin(bucket)
+    params = abstract_params(spec, jnp.float32, "stacked", devices)
+    pages = SHAPE.pages(spec, REFERENCE, devices)
+    return StepCompiler(params, pages, spec, SHAPE, REFERENCE, devices).compile_begin(bucket)
 
 
-@pytest.mark.parametrize(("bucket", "ticks"), [(DECODE, 2), pytest.param(MIXED, 3, marks=pytest.mark.slow)], ids=str)
-def test_stages_send_each_other_activations_alone(bucket: Bucket, ticks: int) -> None:
-    text = compiled(MeshShape(data=1, model=2, stages=2), bucket).as_text()
+@pytest.mark.parametrize(
+    ("spec", "bucket", "ticks", "most"),
+    [
+        (SPEC, DECODE, 2, 2),
+        (UNLIKE, DECODE, 2, 3),
+        pytest.param(SPEC, MIXED, 3, 2, marks=pytest.mark.slow),
+    ],
+    ids=["alike", "unlike", "prompts"],
+)
+def test_stages_send_each_other_activations_alone(spec: ModelSpec, bucket: Bucket, ticks: int, most: int) -> None:
+    text = compiled(ON_TWO, bucket, spec).as_text()
     assert text is not None
     counts: Counter[str] = Counter()
     for one in read_collectives(text):
         counts[one.kind] += one.count
     assert counts["collective-permute"] == ticks, "one a tick, and the first stage has what the last has computed"
-    # Two all-reduces for each layer of a stage in each tick, and one for the embedding.
+    # Two all-reduces for each layer of the stage that has `most`, in each tick, and one for the embedding.
     of_decode = OF_MIN_TOKENS if bucket.is_decode else 0
-    assert counts["all-reduce"] - of_decode == 2 * ticks * SPEC.num_layers // 2 + 1
+    assert counts["all-reduce"] - of_decode == 2 * ticks * most + 1
     assert set(OVER.findall(text)) == {"{'model'}"} and len(OVER.findall(text)) == text.count("replica_groups=")
 
 
-def test_each_stage_updates_its_layers_of_the_pages_in_place() -> None:
-    mesh = MeshShape(data=1, model=1, stages=4)
-    program = compiled(mesh, DECODE)
-    [pages] = SHAPE.pages(SPEC, REFERENCE, make_mesh(mesh, jax.devices()))
-    share = pages.size * pages.dtype.itemsize // 4
-    assert pages.sharding.shard_shape(pages.shape)[0] == 1, "one layer of four"
+@pytest.mark.parametrize(
+    ("spec", "mesh", "most"), [(SPEC, MeshShape(1, 1, stages=4), 1), (UNLIKE, ON_TWO, 3)], ids=["alike", "unlike"]
+)
+def test_each_stage_updates_its_layers_of_the_pages_in_place(spec: ModelSpec, mesh: MeshShape, most: int) -> None:
+    program = compiled(mesh, DECODE, spec)
+    [pages] = SHAPE.pages(spec, REFERENCE, make_mesh(mesh, jax.devices()))
+    share = pages.size * pages.dtype.itemsize // mesh.num_devices
+    assert pages.sharding.shard_shape(pages.shape)[0] == most
     memory = program.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes >= share
     assert memory.temp_size_in_bytes < share

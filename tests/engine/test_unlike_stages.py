@@ -1,0 +1,58 @@
+"""Stages whose layers are not alike: dense layers before those with experts, and states mixed with attention.
+
+The tokens are those of transformers, as on one device.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxvllm import LLM
+from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
+from tests.models.fixture import Fixture
+
+# A step with prompts is two microbatches, which begin where states allow it: see `Pipeline.begins`.
+SIZES: dict[str, Any] = dict(
+    max_num_seqs=8, row_buckets=(8,), max_num_batched_tokens=128, token_buckets=(128,), num_pages=129, dtype="float32"
+)
+# Two dense layers in one stage, and two with experts in the other. A state and attention in each, and a dense layer in
+# the first. Two short convolutions and attention, and then one of each.
+CASES = [
+    ("deepseek_v3", "2x1x1"),
+    ("qwen3_next", "2x1x2"),
+    ("lfm2", "2x1x1"),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (("deepseek_v3", "4x1x2"), ("kimi_linear", "3x1x1"), ("jamba", "2x1x2"), ("gemma3", "3x1x1"))
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Fixture, LLM]]:
+    name, mesh = request.param
+    fixture = Fixture.load(name)
+    directory = fixture.write_checkpoint(tmp_path_factory.mktemp(name))
+    options = SIZES | {"mesh": mesh, "max_model_len": fixture.max_model_len, "warm_up": "background"}
+    with tiny_llm(directory, **options) as llm:
+        yield fixture, llm
+
+
+def test_the_tokens_are_those_of_transformers(staged: tuple[Fixture, LLM]) -> None:
+    fixture, llm = staged
+    assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
+    # After a cached prefix, and alone.
+    for prompt, expected in list(zip(fixture.prompts, fixture.greedy, strict=True))[-2:]:
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected and output.num_cached_tokens
+    assert_idle(llm)
+
+
+def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
+    fixture, llm = staged
+    before = llm.engine.stats().num_preemptions
+    with few_pages(llm, 9):
+        assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
+    assert llm.engine.stats().num_preemptions > before
+    assert_idle(llm)
