@@ -166,6 +166,33 @@ EXPERTS = StepModel(
     mixed_tokens=64,
 )
 EXPERTS_FORMS = ("decode", "mixed")
+# The attention of DeepSeek V3 with all of its heads, in dense layers. Its queries are larger than its smallest matrix
+# (W_k, 16 MiB), so what its temporaries tell is that no layer's pages, and no output projection, is copied.
+LATENT = StepModel(
+    "-latent",
+    model_spec(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "vocab_size": 4096,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": LAYERS,
+            "first_k_dense_replace": LAYERS,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 8192,
+        }
+    ),
+    POOL_BYTES,
+    mixed_tokens=256,
+)
+LATENT_FORMS = ("decode", "mixed")
 # The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
@@ -201,6 +228,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
+    wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     if not isinstance(chip, TpuChip):
         return wide
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
@@ -245,7 +273,7 @@ def _compile_attention(
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
-        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend)
+        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend, latent_size=case.latent_size)
 
         def layer(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.

@@ -10,6 +10,8 @@ def require_plain(case: RaggedCase) -> None:
     """Raises NotImplementedError for a case of more than causal attention."""
     if case.window != NO_WINDOW or case.soft_cap is not None or case.sinks or case.kv_dtype is not None:
         raise NotImplementedError("plain causal attention only: no window, soft cap, sinks or quantized KV")
+    if case.latent_size is not None:
+        raise NotImplementedError("keys beside values only, no latents")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def attend(
     num_rows, row = len(case.rows), case.rows[0]
     if not case.is_decode and (num_rows > 1 or not case.num_tokens == row.query_len == row.kv_len):
         raise NotImplementedError("rows of one query, or one row of a whole prompt")
-    assert inputs.v is not None, "this peer knows no latents"
+    assert inputs.v is not None
     kv_pages = write_kv(jnp.concatenate([inputs.k, inputs.v], axis=-1), kv_pages, layer, rows)
     longest = max(row.kv_len for row in case.rows)
     pages = kv_pages[layer, rows.page_table[:, : -(-longest // case.page_size)]]  # [R, pages, K, S, 2 D]

@@ -101,7 +101,8 @@ class KeysAndValues:
 
     def plan(self, rows: RaggedRows, pages: KVPages, num_heads: int, dtype: DTypeLike, backend: Backend) -> Any:
         """Makes what the backend knows once a step about queries of `num_heads` heads in these rows."""
-        return plan_rows(rows, pages, num_heads=num_heads, dtype=dtype, backend=self.backend(backend))
+        options: dict[str, Any] = {"num_heads": num_heads, "dtype": dtype, "latent_size": self.latent_size}
+        return plan_rows(rows, pages, backend=self.backend(backend), **options)
 
     def attend(
         self,

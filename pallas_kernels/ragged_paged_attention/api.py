@@ -20,20 +20,30 @@ type Plan = Any
 
 
 def plan_rows(
-    rows: RaggedRows, kv_pages: KVPages | jax.ShapeDtypeStruct, *, num_heads: int, dtype: DTypeLike, backend: Backend
+    rows: RaggedRows,
+    kv_pages: KVPages | jax.ShapeDtypeStruct,
+    *,
+    num_heads: int,
+    dtype: DTypeLike,
+    backend: Backend,
+    latent_size: int | None = None,
 ) -> Plan:
     """Makes the plan of `backend` for `rows`, which is the same for all layers: call this once a step.
 
-    The plan is for queries of `num_heads` heads in `dtype` over pages like `kv_pages`. XLA does not move the planning
-    out of a loop over layers by itself: it would be some six small kernels a layer on GPU.
+    The plan is for queries of `num_heads` heads in `dtype` over pages like `kv_pages`, and with `latent_size` over
+    latents in them. XLA does not move the planning out of a loop over layers by itself: it would be some six small
+    kernels a layer on GPU.
     """
-    if backend.kind != "gpu":
+    if not _has_gpu_kernel(backend, latent_size, kv_pages.dtype):
         return None
     from pallas_kernels.ragged_paged_attention import gpu
 
     assert isinstance(backend.chip, GpuChip)
-    q = jax.ShapeDtypeStruct((len(rows.token_rows), num_heads, kv_pages.shape[-1] // 2), dtype)
-    return gpu.make_plan(rows, q, kv_pages, backend.chip)
+    width = kv_pages.shape[-1]
+    head_size = width // 2 if latent_size is None else width
+    value_size = None if latent_size is None else RowLayout.of(head_size, latent_size, backend).value_size
+    q = jax.ShapeDtypeStruct((len(rows.token_rows), num_heads, head_size), dtype)
+    return gpu.make_plan(rows, q, kv_pages, backend.chip, value_size)
 
 
 def ragged_paged_attention(
@@ -84,6 +94,7 @@ def ragged_paged_attention(
     q = layout.key(q)
     new = None if k is None else layout.row(k, v)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, slopes=slopes)
+    value_size = layout.value_size if layout.is_latent else None
     if index is not None and latent_size is not None and _longest(rows, kv_pages) > index.top_k:
         if new is not None:
             kv_pages = write_kv(new, kv_pages, layer, rows)
@@ -97,17 +108,16 @@ def ragged_paged_attention(
         from pallas_kernels.ragged_paged_attention import tpu
 
         assert isinstance(backend.chip, TpuChip)
-        size = layout.value_size if layout.is_latent else None
-        options |= {"latent_size": size, "chip": backend.chip, "interpret": backend.interpret}
+        options |= {"latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
         out, kv_pages = tpu.attend(q, new, kv_pages, layer, rows, **options)
     else:
         if new is not None:
             kv_pages = write_kv(new, kv_pages, layer, rows)
-        if backend.kind == "gpu":
+        if _has_gpu_kernel(backend, latent_size, kv_pages.dtype):
             from pallas_kernels.ragged_paged_attention import gpu
 
             assert isinstance(backend.chip, GpuChip)
-            options |= {"plan": plan, "chip": backend.chip, "interpret": backend.interpret}
+            options |= {"plan": plan, "latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
             out = gpu.attend(q, kv_pages, layer, rows, **options)
         elif backend.kind == "cpu" and kv_pages.dtype not in QUANTIZED:  # those are read by plain XLA
             from pallas_kernels.ragged_paged_attention import cpu
@@ -120,6 +130,11 @@ def ragged_paged_attention(
     if kv_pages.dtype in QUANTIZED:
         out = _scale_heads(out, scales[0 if layout.is_latent else 1])
     return out.astype(dtype), kv_pages
+
+
+def _has_gpu_kernel(backend: Backend, latent_size: int | None, dtype: DTypeLike) -> bool:
+    """Returns whether a GPU's kernels attend to pages of `dtype`: latents of 8 bits are read by plain XLA."""
+    return backend.kind == "gpu" and (latent_size is None or dtype not in QUANTIZED)
 
 
 def _longest(rows: RaggedRows, kv_pages: KVPages) -> int:

@@ -145,7 +145,10 @@ CASES = (
 
 
 def _serving() -> tuple[RaggedCase, ...]:
-    """Returns decode at every batch size and context, and prefill of one prompt, for 8B to 70B models (8 KV heads)."""
+    """Returns decode at every batch size and context, and prefill of one prompt, for 8B to 70B models (8 KV heads).
+
+    The last cases have latents, with the heads of DeepSeek V3 on eight devices and on one, and of GLM-4.7-Flash.
+    """
     shapes = [(heads, head_size) for head_size in (128, 64) for heads in (8, 32, 64)]
     decodes = [(batch, context) for batch in (1, 8, 64, 256) for context in (512, 4096, 32768)]
     return tuple(
@@ -162,6 +165,18 @@ def _serving() -> tuple[RaggedCase, ...]:
         )
         for heads, head_size in shapes
         for tokens in (512, 2048, 8192)
+    ) + tuple(
+        RaggedCase(
+            f"{name}-q{heads}-latent", heads, 1, 576, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows,
+            latent_size=512,
+        )
+        for heads in (16, 20, 128)
+        for name, rows in (
+            ("decode-64x4096", (RowCase(1, 4096),) * 64),
+            ("decode-1x32768", (RowCase(1, 32768),)),
+            ("prefill-2048", (RowCase(2048, 2048),)),
+            ("prefill-512-of-8192", (RowCase(512, 8192),)),
+        )
     )  # fmt: skip
 
 

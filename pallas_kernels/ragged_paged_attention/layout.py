@@ -17,13 +17,19 @@ PAGE_SIZES = (16, 32, 64, 128)
 # Heads are padded to a multiple of this: 64 keys and 64 values are the TPU's 128 lanes, and 64 two-byte elements the
 # 128 bytes that a GPU's copy engine swizzles. A CPU's largest vector has 16 elements.
 HEAD_ALIGNMENT = {"reference": 1, "tpu": 64, "gpu": 64, "cpu": 16}
-# The GPU's kernels keep a tile of queries of one head in registers, and larger ones do not fit.
-LARGEST_GPU_HEAD = 256
+# Values of latents begin and end at multiples of this: a whole register on a TPU, as they do where keys lie beside
+# values, and on a GPU the widest swizzle for each of the two warpgroups that share them.
+LATENT_ALIGNMENT = {"reference": 1, "tpu": 128, "gpu": 128, "cpu": 16}
+# The GPU's kernels keep the sums of a tile of queries in registers, and larger heads do not fit. Beside the queries of
+# latents, and keys of 576 (DeepSeek V3), shared memory has room for two blocks of the latter, but not of wider ones.
+LARGEST_GPU_HEAD, LARGEST_GPU_KEY = 256, 576
 
 
 def backend_for(head_size: int, backend: Backend, latent_size: int | None = None) -> Backend:
-    """Returns `backend`, or the reference where its kernels have no such heads: of 512 (Gemma 4), or with latents."""
-    is_missing = backend.kind == "gpu" and (head_size > LARGEST_GPU_HEAD or latent_size is not None)
+    """Returns `backend`, or the reference where its kernels have no such heads: of 512 (Gemma 4), or latents with keys
+    of an index (DeepSeek V3.2)."""
+    largest = LARGEST_GPU_HEAD if latent_size is None else LARGEST_GPU_KEY
+    is_missing = backend.kind == "gpu" and RowLayout.of(head_size, latent_size, backend).key_size > largest
     return REFERENCE if is_missing else backend
 
 
@@ -47,10 +53,11 @@ class RowLayout:
         if latent_size is None:
             padded = padded_head_size(head_size, backend)
             return cls(padded, padded, 2 * padded)
-        # Both begin at a whole register, as they do where two of them lie side by side.
-        alignment = 2 * HEAD_ALIGNMENT[backend.kind] if backend.kind == "tpu" else HEAD_ALIGNMENT[backend.kind]
-        width = _up_to(head_size, alignment)
-        return cls(width, _up_to(latent_size, alignment), width)
+        value_size = _up_to(latent_size, LATENT_ALIGNMENT[backend.kind])
+        # Where rows are copied by whole registers, keys begin at one, too.
+        alignment = 128 if backend.kind == "tpu" else HEAD_ALIGNMENT[backend.kind]
+        width = max(_up_to(head_size, alignment), value_size)
+        return cls(width, value_size, width)
 
     @property
     def is_latent(self) -> bool:

@@ -110,6 +110,8 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     dtype = np.dtype(dtype)
     stored = np.dtype(jnp.dtype(case.kv_dtype or dtype))
     scales = rng.uniform(0.01, 0.03, (2, K)).astype(np.float32) if case.kv_dtype else None
+    if scales is not None and case.latent_size is not None:
+        scales[1] = scales[0]  # a value is stored in its key
     # int8 has no NaN; it has one value that is never stored.
     poison = -128 if stored == np.int8 else np.nan
 

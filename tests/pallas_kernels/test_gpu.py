@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, chip_named
-from pallas_kernels.ragged_paged_attention import gpu
+from pallas_kernels.ragged_paged_attention import backend_for, gpu, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
-from pallas_kernels.ragged_paged_attention.gpu.work_plan import plan_decode, plan_prefill
-from tests.pallas_kernels.attention_call import LAYER, Call, make_call
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import plan_decode, plan_latent, plan_prefill
+from tests.pallas_kernels.attention_call import LAYER, Call, build_rows, make_call
 
 
 def gpu_chip(name: str = "h200", **changes: Any) -> GpuChip:
@@ -97,6 +98,56 @@ def test_tiles_cover_every_token_once(per_tile: int, num_tokens: int) -> None:
         assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.parametrize(("heads", "pipes", "queries"), [(1, 3, 8), (2, 5, 1), (1, 40, 4)])
+def test_tiles_of_latents_are_computed_once_and_joined_where_they_are_cut(heads: int, pipes: int, queries: int) -> None:
+    block, group, num_rows, num_tokens = 64, 8, 5, 24
+    sizes = {"block": block, "max_pipes": pipes, "page_size": 16}
+    make_plan = jax.jit(lambda rows: plan_latent(rows, queries=queries, heads=heads, group=group, **sizes))
+    rng = np.random.default_rng(queries)
+    table = np.zeros((num_rows, 64), np.int32)
+    for longest in (1, 200, 900):
+        lengths = rng.integers(0, 5, num_rows)
+        starts = rng.integers(0, longest, num_rows) * (lengths > 0)
+        for tokens in (num_rows, num_tokens):
+            lengths = np.minimum(lengths, 1) if tokens == num_rows else lengths
+            rows = build_rows(table, starts.astype(np.int32), lengths.astype(np.int32), tokens)
+            plan = jax.tree.map(np.asarray, make_plan(rows))
+            outputs, cut = Counter[int](), {}
+            for pipe in range(len(plan.joins)):
+                for tile, head, begin, end, blocks in latent_pieces_of(plan, heads, block, pipe):
+                    _, kv_len, count, token = plan.shares.rows[tile].tolist()
+                    row, first = int(plan.table_rows[tile]), (token * heads + head) * group
+                    if kv_len:  # padding has none
+                        assert token in range(*rows.query_starts[row : row + 2].tolist())
+                        last = token + count - 1 if tokens == num_tokens else row
+                        assert kv_len == int(rows.positions[last]) + 1
+                    outputs += Counter(first + index for index in range(count * group) if begin == 0)
+                    cut.setdefault((first, count * group), []).append((pipe, begin, end, blocks))
+            assert outputs == Counter(range(tokens * heads * group))
+            expected = set()
+            for (first, height), parts in cut.items():
+                assert [begin for _, begin, _, _ in parts] == [0, *(end for _, _, end, _ in parts[:-1])]
+                assert parts[-1][2] == parts[0][3]
+                if len(parts) > 1:
+                    expected.add((parts[0][0] + 1, first, height, parts[-1][0]))
+            assert {(pipe, *join.tolist()) for pipe, join in enumerate(plan.joins) if join[1]} == expected
+
+
+def latent_pieces_of(plan: Any, heads: int, block: int, pipe: int) -> list[tuple[int, ...]]:
+    """(tile, head, first block, end, blocks) of every piece of a pipe, walked as the kernel walks them."""
+    (share, total), (tile, visits) = plan.shares.line.tolist(), plan.shares.pipes[pipe].tolist()
+    at, stop, pieces = pipe * share, min((pipe + 1) * share, total), []
+    for _ in range(visits):
+        before, kv_len = plan.shares.rows[tile, :2].tolist()
+        blocks = max(-(-kv_len // block), 1)
+        head, begin = divmod(at - before * heads, blocks)
+        end = min(blocks, begin + stop - at)
+        pieces.append((tile, head, begin, end, blocks))
+        at += end - begin
+        tile += at >= (before + blocks) * heads
+    return pieces
+
+
 SHAPE: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "page_size": 16}
 ROWS = (RowCase(1, 300), RowCase(0, 0), RowCase(1, 129))
 DECODE = RaggedCase("decode", num_tokens=3, rows=ROWS, **SHAPE)
@@ -141,6 +192,65 @@ def test_either_matrix_unit_without_races(name: str, capfd: pytest.CaptureFixtur
     assert call.error(out) < call.tolerance
     assert np.isfinite(out).all()
     assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+LATENT: dict[str, Any] = {"num_heads": 7, "num_kv_heads": 1, "head_size": 40, "latent_size": 24}
+DECODE_LATENT = RaggedCase("decode", page_size=16, num_tokens=3, rows=ROWS, **LATENT)
+# Eight queries of eight heads are a tile, so the last row has two.
+VERIFY_LATENT = RaggedCase("verify", page_size=64, num_tokens=20, rows=VERIFY.rows, **LATENT)
+
+
+def latent_backend(name: str = "h200", num_sms: int = 1) -> Backend:
+    return Backend("gpu", gpu_chip(name, num_sms=num_sms), interpret=True)
+
+
+@cache
+def compiled_latents(case: RaggedCase, backend: Backend) -> Callable[..., jax.Array]:
+    return jax.jit(
+        lambda q, pages, rows, sinks, kv_scales: ragged_paged_attention(
+            q, None, None, pages, LAYER, rows, scale=case.scale, window=case.window, sinks=sinks, kv_scales=kv_scales,
+            latent_size=case.latent_size, backend=backend,
+        )[0]
+    )  # fmt: skip
+
+
+def attend_latents(call: Call, backend: Backend) -> np.ndarray:
+    arguments = call.q, call.written, call.rows, call.sinks, call.kv_scales
+    return np.asarray(compiled_latents(call.case, backend)(*arguments))
+
+
+def test_latents_that_are_cut_add_up_to_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    whole, cut = (latent_backend(num_sms=sms) for sms in (1, 3))
+    call = make_call(DECODE_LATENT, jnp.bfloat16, whole)
+    outputs = [attend_latents(call, backend) for backend in (whole, cut)]
+    for out in outputs:
+        assert call.error(out) < call.tolerance
+        assert np.isfinite(out.astype(np.float32)).all()
+    assert outputs[0].tobytes() != outputs[1].tobytes()  # else nothing was cut
+    assert attend_latents(call, cut).tobytes() == outputs[1].tobytes()
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def test_latents_by_the_other_matrix_unit(capfd: pytest.CaptureFixture[str]) -> None:
+    backend = latent_backend("b200", num_sms=3)
+    call = make_call(dataclasses.replace(VERIFY_LATENT, window=30), np.float16, backend)
+    assert call.error(attend_latents(call, backend)) < call.tolerance
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def test_latents_that_only_plain_xla_reads() -> None:
+    backend = latent_backend()
+    # DeepSeek V3 and, with the key of an index, V3.2.
+    assert backend_for(576, backend, 512) == backend
+    assert backend_for(704, backend, 512) == REFERENCE
+    call = make_call(dataclasses.replace(VERIFY_LATENT, kv_dtype="int8"), np.float16, backend)
+    assert call.error(attend_latents(call, backend)) < call.tolerance
+
+
+def test_latents_with_sinks_are_refused() -> None:
+    call = make_call(dataclasses.replace(DECODE_LATENT, sinks=True), np.float16, latent_backend())
+    with pytest.raises(NotImplementedError, match=r"latents with sinks.*reference"):
+        attend_latents(call, latent_backend())
 
 
 def test_what_a_window_left_behind_may_be_nan() -> None:

@@ -6,5 +6,5 @@ from tests.pallas_kernels.attention_suite import InterpretedSuite, interpreted
 class TestGpu(InterpretedSuite):
     backend = "gpu"
     # Rows that decode read this dtype in "mixed-fp8", too, as prompts with sinks do, and the decode form has bytes in
-    # "decode-int8". Pages of 64 tokens: `test_gpu`. Latents are left to plain XLA.
-    cases = interpreted("decode-fp8", "mixed-sinks", "decode-latent", "mixed-latent")
+    # "decode-int8". Pages of 64 tokens: `test_gpu`.
+    cases = interpreted("decode-fp8", "mixed-sinks")

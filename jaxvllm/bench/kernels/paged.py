@@ -170,8 +170,10 @@ class _LayerLoop:
         def run(kv_pages: jax.Array, out: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             rows = inputs.rows()
             layers = kv_pages.shape[0]
-            heads, dtype = inputs.case.num_heads, inputs.q.dtype
-            plan = plan_rows(rows, kv_pages, num_heads=heads, dtype=dtype, backend=backend)
+            case, dtype = inputs.case, inputs.q.dtype
+            plan = plan_rows(
+                rows, kv_pages, num_heads=case.num_heads, dtype=dtype, backend=backend, latent_size=case.latent_size
+            )
 
             def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
                 kv_pages, out = carry

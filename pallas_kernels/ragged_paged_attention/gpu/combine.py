@@ -1,4 +1,4 @@
-"""Joins the partial results of split KV, with a CTA for each (row, head), always in the order of the positions."""
+"""Joins the partial results of split KV, always in the order of the positions: with a CTA for each (row, head)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.gpu.decode import Partials
-from pallas_kernels.ragged_paged_attention.gpu.tile import LOG2E, MASKED, AttentionBuild, Ref, interpretation
-from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    LOG2E,
+    MASKED,
+    TILE,
+    AttentionBuild,
+    Ref,
+    Softmax,
+    interpretation,
+)
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, LatentPlan
 
 WARPGROUP_THREADS = 128
+# The pieces that `join_pieces` reads at a time: one after the other, each would cost the latency of memory.
+JOINED_PIECES = 8
 
 # Weighted values f32[G, D], then the largest logarithm and the sum of the weights, with a scalar for each head.
 type _Joined = tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]
@@ -82,3 +92,56 @@ def combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpretation(attention),
     )(*partials, plan.rows, plan.line, where, first_peaks, out)
+
+
+def join_pieces(pieces: jax.Ref, peaks: jax.Ref, plan: LatentPlan, out: jax.Ref, attention: AttentionBuild) -> None:
+    """Writes the rows of out f[rows, V] whose tiles `gpu.latent` has cut, always in the order of the positions.
+
+    pieces f[slots * 64, V] are normalised, and peaks f32[slots, 64] are log2 of their denominators.
+    """
+    size, group = out.shape[1], attention.group
+    elements = size // WARPGROUP_THREADS
+    layout = plgpu.Layout.WG_STRIDED((size,), next(count for count in (4, 2, 1) if elements % count == 0))
+
+    def kernel(pieces: Ref, peaks: Ref, joins: Ref, out: Ref) -> None:
+        pipe, head = lax.axis_index("pipe"), lax.axis_index("head")
+        first_row, rows, last = (joins[pipe, i] for i in range(3))
+        count = last - pipe + 2  # the first one is of the pipe before
+
+        @pl.loop(0, lax.div(rows, group))
+        def _query(query: jax.Array) -> None:
+            row = query * group + head
+
+            def add(step: jax.Array, state: Softmax) -> Softmax:
+                joined, highest, total = state
+                numbers = [step * JOINED_PIECES + i for i in range(JOINED_PIECES)]
+                taken = [jnp.minimum(number, count - 1) for number in numbers]
+                slots = [2 * (pipe - 1 + number) + (number == 0).astype(jnp.int32) for number in taken]
+                peak = [
+                    jnp.where(number < count, peaks[slot, row], MASKED)
+                    for number, slot in zip(numbers, slots, strict=True)
+                ]
+                parts = [plgpu.load(pieces.at[slot * TILE + row], layout=layout) for slot in slots]
+                top = highest
+                for logarithm in peak:
+                    top = jnp.maximum(top, logarithm)
+                decay = jnp.exp2(highest - top)
+                joined, total = joined * decay, total * decay
+                for logarithm, part in zip(peak, parts, strict=True):
+                    weight = jnp.exp2(logarithm - top)
+                    joined, total = joined + part.astype(jnp.float32) * weight, total + weight
+                return joined, top, total
+
+            start = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
+            state = (start, jnp.float32(MASKED), jnp.float32(0.0))
+            steps = lax.div(count + (JOINED_PIECES - 1), JOINED_PIECES)
+            joined, _, total = lax.fori_loop(0, steps, add, state)
+            out[first_row + row] = (joined * (1.0 / total)).astype(out.dtype)
+
+    plgpu.kernel(
+        kernel,
+        grid=(len(plan.joins), group),
+        grid_names=("pipe", "head"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpretation(attention),
+    )(pieces, peaks, plan.joins, out)

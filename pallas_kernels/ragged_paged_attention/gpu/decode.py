@@ -22,7 +22,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     query_columns,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     TILE,
@@ -241,7 +241,7 @@ def _consume(
 
             @pl.when((first < piece.seen) | (first + attention.block > piece.kv_len))
             def _() -> None:
-                matrix.zero_unseen(block_values, first, piece.seen, piece.kv_len)
+                zero_unseen(block_values, first, piece.seen, piece.kv_len)
 
             summed = matrix.multiply_values(softmax[0], weights.astype(attention.dtype), block_values)
             plgpu.barrier_arrive(memory["block_free"].at[pipe, slot])

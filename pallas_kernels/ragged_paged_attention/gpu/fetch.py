@@ -29,7 +29,7 @@ def stage_memory(attention: AttentionBuild, *pipes: int) -> dict[str, Any]:
     readers = 1 if pipes else attention.warpgroups
     shape = (*pipes, attention.stages)
     return {
-        "blocks": swizzled((*shape, attention.block, 2 * attention.head_size), attention.kv_dtype),
+        "blocks": swizzled((*shape, attention.block, attention.row_size), attention.kv_dtype),
         "block_here": barriers(copies, *shape),
         "block_free": barriers(readers, *shape),
     }
@@ -81,7 +81,7 @@ def fetch_blocks(
 ) -> jax.Array:
     """Copies the blocks of a span into the stages, each as soon as it is free.
 
-    kv f[L * P * K, S, 2 * D]. `done` blocks went through the stages before. Returns their number afterwards.
+    kv f[L * P * K, S, row size]. `done` blocks went through the stages before. Returns their number afterwards.
     """
     block_tokens, page_size, tokens = attention.block, attention.page_size, attention.copy_tokens
 

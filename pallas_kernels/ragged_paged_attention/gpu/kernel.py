@@ -3,7 +3,7 @@
 Rows with few queries (decode and the verification of drafts) are bound by memory. Every multiprocessor gets an equal
 share of KV (`gpu.decode`), and the parts are joined afterwards (`gpu.combine`). Rows with many queries are bound by the
 matrix units, and computed in tiles of queries (`gpu.prefill`). A batch may hold both; one of them writes each token's
-output.
+output. Latents have a kernel of their own for all rows (`gpu.latent`).
 """
 
 import math
@@ -19,18 +19,31 @@ from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
 from pallas_kernels.chips import KIB, GpuChip
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
+from pallas_kernels.ragged_paged_attention.gpu.latent import attend_latents, latent_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
-from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, AttentionBuild
-from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, PrefillPlan, plan_decode, plan_prefill
-from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    LANES,
+    SWIZZLED_ROWS,
+    TILE,
+    AttentionBuild,
+    MatrixUnit,
+)
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
+    LEAST_BLOCKS,
+    DecodePlan,
+    LatentPlan,
+    PrefillPlan,
+    plan_decode,
+    plan_latent,
+    plan_prefill,
+)
+from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, LARGEST_GPU_KEY
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 # The shared memory for barriers, for alignment, and for the compiler's own use.
 RESERVED = 5 * KIB // 2
 # Rows with up to this many queries count as decoding: one token and the drafts to verify.
 DRAFT_QUERIES = 8
-# A share of KV smaller than this many blocks is not worth a pipe.
-LEAST_BLOCKS = 2
 
 
 class AttendPlan(NamedTuple):
@@ -41,12 +54,21 @@ class AttendPlan(NamedTuple):
 
 
 def make_plan(
-    rows: RaggedRows, q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip
-) -> AttendPlan:
+    rows: RaggedRows,
+    q: jax.Array | jax.ShapeDtypeStruct,
+    kv_pages: jax.Array | jax.ShapeDtypeStruct,
+    chip: GpuChip,
+    latent_size: int | None = None,
+) -> AttendPlan | LatentPlan:
     """Makes the plan of `attend` for these rows. Only shape and dtype of q and kv_pages matter.
 
     It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
     """
+    if latent_size is not None:
+        latent = _latent(q, kv_pages, chip, latent_size, scale=1.0, soft_cap=None, interpret=False)
+        heads, group = _head_groups(q.shape[1])
+        sizes = {"block": latent.block, "max_pipes": chip.num_sms, "page_size": latent.page_size}
+        return plan_latent(rows, queries=latent.tile_queries, heads=heads, group=group, **sizes)
     attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, has_slopes=False, interpret=False)
     num_rows, max_pages = rows.page_table.shape
     kv_lens, query_lens, prefill_plan = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
@@ -89,20 +111,40 @@ def attend(
     slopes: jax.Array | None,
     chip: GpuChip,
     interpret: bool,
-    plan: AttendPlan | None = None,
+    latent_size: int | None = None,
+    plan: AttendPlan | LatentPlan | None = None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
 
     q is bfloat16 or float16, and pages are the same, int8 or float8. D is a multiple of 64, at most 256, and S is a
-    power of two from 16 to 128. Padding tokens get finite values. A repeat gives the same bits. `plan` is `make_plan`
-    of the same rows; with None it is made here.
+    power of two from 16 to 128. With `latent_size` V, a multiple of 128, kv_pages are [L, P, 1, S, D] of q's dtype,
+    values are the last V numbers of keys, D is at most 576, and the result is [T, H, V].
+
+    Padding tokens get finite values. A repeat gives the same bits. `plan` is `make_plan` of the same rows; with None it
+    is made here.
 
     Raises NotImplementedError for arguments that only the reference supports.
     """
-    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "interpret": interpret}
-    attention = _attention(q, kv_pages, chip, has_slopes=slopes is not None, **options)
-    plan = make_plan(rows, q, kv_pages, chip) if plan is None else _checked(plan, rows, q, kv_pages, chip)
+    if plan is None:
+        plan = make_plan(rows, q, kv_pages, chip, latent_size)
+    else:
+        _check_plan(plan, rows, q, kv_pages, chip, latent_size)
     num_tokens, num_heads, head_size = q.shape
+    where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
+    if isinstance(plan, LatentPlan):
+        assert latent_size is not None
+        _refuse("latents with sinks or slopes" if sinks is not None or slopes is not None else None)
+        latent = _latent(q, kv_pages, chip, latent_size, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        groups, group = _head_groups(num_heads)
+        grouped = jnp.pad(q, ((0, 0), (0, groups * group - num_heads), (0, 0)))
+        grouped = grouped.reshape(num_tokens, groups, group, head_size)
+        kv = kv_pages.reshape(-1, latent.page_size, head_size)
+        values = attend_latents(grouped, kv, rows.page_table, plan, where, latent)
+        return values.reshape(num_tokens, -1, latent_size)[:, :num_heads]
+    has_slopes = slopes is not None
+    attention = _attention(
+        q, kv_pages, chip, scale=scale, soft_cap=soft_cap, has_slopes=has_slopes, interpret=interpret
+    )
     group = attention.group
     grouped = q.reshape(num_tokens, attention.num_kv_heads, group, head_size)
     kv = kv_pages.reshape(-1, attention.page_size, 2 * head_size)
@@ -110,7 +152,6 @@ def attend(
     out_heads = next(heads for heads in (group, group + 1) if heads * head_size % WARPGROUP_THREADS == 0)
     out_shape = (num_tokens, attention.num_kv_heads, out_heads, head_size)
     out = jax.empty_ref(jax.ShapeDtypeStruct(out_shape, q.dtype))
-    where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     if plan.prefill is not None:
         wide = _wide(attention, chip)
         prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, slopes, out, wide, chip=chip)
@@ -121,13 +162,19 @@ def attend(
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
 
-def _checked(plan: AttendPlan, rows: RaggedRows, q: jax.Array, kv_pages: jax.Array, chip: GpuChip) -> AttendPlan:
-    """Returns the plan after checking that it can belong to these rows."""
-    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip), rows)
+def _check_plan(
+    plan: AttendPlan | LatentPlan,
+    rows: RaggedRows,
+    q: jax.Array,
+    kv_pages: jax.Array,
+    chip: GpuChip,
+    latent_size: int | None,
+) -> None:
+    """Checks that the plan can belong to these rows."""
+    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip, latent_size), rows)
     given = jax.tree.map(lambda leaf: leaf.shape, plan)
     if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
         raise ValueError(f"the plan is of other rows, heads or pages: it has shapes {given}, these need {wanted}")
-    return plan
 
 
 def _attention(
@@ -141,26 +188,80 @@ def _attention(
     interpret: bool,
 ) -> AttentionBuild:
     """Returns the operation with the smallest tiles, from which `_wide` and `_narrow` make those of each kernel."""
-    _check(q, kv_pages, chip)
     _, num_heads, head_size = q.shape
     _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
+    group = num_heads // num_kv_heads
+    too_many = f"{group} query heads share a KV head, more than {TILE}" if group > TILE else None
+    _refuse(too_many or _problem(q, chip, LARGEST_GPU_HEAD))
     return AttentionBuild(
         scale=scale,
         soft_cap=soft_cap,
         has_slopes=has_slopes,
-        group=num_heads // num_kv_heads,
+        group=group,
         head_size=head_size,
+        row_size=2 * head_size,
+        value_size=head_size,
         page_size=page_size,
         num_pages=num_pages,
         num_kv_heads=num_kv_heads,
         dtype=q.dtype,
         kv_dtype=kv_pages.dtype,
-        matrix_unit="wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma",
+        matrix_unit=_matrix_unit(chip),
         block=TILE,
         stages=2,
         warpgroups=HALVES,
         interpret=interpret,
     )
+
+
+def _head_groups(num_heads: int) -> tuple[int, int]:
+    """Returns the groups into which heads over latents are divided, and the heads of each, with what pads them.
+
+    A group fits a tile, and the rows of one query begin where the swizzle does.
+    """
+    groups = -(-num_heads // TILE)
+    return groups, -(-num_heads // (groups * SWIZZLED_ROWS)) * SWIZZLED_ROWS
+
+
+def _latent(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    kv_pages: jax.Array | jax.ShapeDtypeStruct,
+    chip: GpuChip,
+    latent_size: int,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> AttentionBuild:
+    """Returns the operation of the kernel for latents, with as many blocks in flight as there is room for."""
+    problem = None
+    if kv_pages.dtype != q.dtype:
+        problem = f"latents are stored as {kv_pages.dtype}, and queries are {q.dtype}"
+    elif kv_pages.shape[2] != 1:
+        problem = f"latents have {kv_pages.shape[2]} KV heads, more than one"
+    elif latent_size % (HALVES * LANES):
+        problem = f"latents have size {latent_size}, not a multiple of {HALVES * LANES}"
+    _refuse(problem or _problem(q, chip, LARGEST_GPU_KEY))
+    attention = AttentionBuild(
+        scale=scale,
+        soft_cap=soft_cap,
+        has_slopes=False,
+        group=_head_groups(q.shape[1])[1],
+        head_size=q.shape[-1],
+        row_size=q.shape[-1],
+        value_size=latent_size // HALVES,
+        page_size=kv_pages.shape[3],
+        num_pages=kv_pages.shape[1],
+        num_kv_heads=1,
+        dtype=q.dtype,
+        kv_dtype=kv_pages.dtype,
+        matrix_unit=_matrix_unit(chip),
+        block=TILE,
+        stages=2,
+        warpgroups=HALVES,
+        interpret=interpret,
+    )
+    return _first_to_fit((replace(attention, stages=stages) for stages in (4, 3, 2)), latent_memory, chip)
 
 
 def _decode_queries(attention: AttentionBuild, rows: RaggedRows) -> int:
@@ -200,17 +301,23 @@ def _first_to_fit(
     )
 
 
-def _check(q: jax.Array | jax.ShapeDtypeStruct, kv_pages: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip) -> None:
-    _, num_heads, head_size = q.shape
-    group = num_heads // kv_pages.shape[2]
-    problem = None
+def _matrix_unit(chip: GpuChip) -> MatrixUnit:
+    return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
+
+
+def _problem(q: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip, largest: int) -> str | None:
+    """Returns why no kernel takes these queries, whose heads may have sizes up to `largest`."""
+    head_size = q.shape[-1]
     if chip.compute_capability < MOSAIC_GPU_CAPABILITY:
-        problem = f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
-    elif q.dtype not in (jnp.bfloat16, jnp.float16):
-        problem = f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
-    elif group > TILE:
-        problem = f"{group} query heads share a KV head, more than {TILE}"
-    elif head_size % LANES or head_size > LARGEST_GPU_HEAD:
-        problem = f"heads have size {head_size}, not 64, 128, 192 or 256"
+        return f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
+    if head_size % LANES or head_size > largest:
+        return f"heads have size {head_size}, not a multiple of {LANES} up to {largest}"
+    return None
+
+
+def _refuse(problem: str | None) -> None:
+    """Raises NotImplementedError if there is a problem."""
     if problem is not None:
         raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")

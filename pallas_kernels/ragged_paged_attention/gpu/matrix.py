@@ -74,23 +74,14 @@ class MatrixProducts:
         products = jnp.zeros((TILE, self.attention.block), jnp.float32)
         products = plgpu.layout_cast(products, plgpu.Layout.WGMMA)
         for part, start in zip(queries, range(0, self.attention.head_size, LANES), strict=True):
-            products = self._mma(products, part, keys.at[:, pl.ds(start, LANES)].transpose((1, 0)))
+            b = keys.at[:, pl.ds(start, LANES)].transpose((1, 0))
+            products = mma(self.attention, products, part, b)
         meanwhile()
         return products
 
     def values(self, block: Ref) -> Ref:
         """Returns the values [B, D] of a block. Call it after `multiply_keys`, whose keys may lie in that memory."""
         return self._half(block, 1)
-
-    def zero_unseen(self, values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array) -> None:
-        """Zeroes the values of a block from position `first` on that lie outside begin .. end - 1.
-
-        Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages outside a window.
-        """
-        at = first + iota(values.shape, 0)
-        kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)
-        values[...] = jnp.where((at >= begin) & (at < end), kept, jnp.zeros_like(kept))
-        plgpu.commit_smem()
 
     def multiply_values(
         self, summed: jax.Array, weights: jax.Array, values: Ref, meanwhile: Callable[[], None] = _nothing
@@ -102,7 +93,8 @@ class MatrixProducts:
                 part = self.memory["weights"].at[:, pl.ds(start, LANES)]
                 part = plgpu.load(part, layout=plgpu.Layout.MMA_LHS(self.attention.dtype))
                 for row in range(0, LANES, 16):
-                    summed = self._mma(summed, part[:, row : row + 16], values.at[pl.ds(start + row, 16)])
+                    b = values.at[pl.ds(start + row, 16)]
+                    summed = mma(self.attention, summed, part[:, row : row + 16], b)
         elif self.attention.interpret:
             # The interpreter of jax 0.11.2 multiplies from shared memory only.
             summed = summed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
@@ -130,7 +122,20 @@ class MatrixProducts:
         plgpu.commit_smem()
         return self.memory["converted"]
 
-    def _mma(self, acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
-        if self.attention.interpret:
-            return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-        return plgpu.mma(acc, a, plgpu.load(b, layout=plgpu.Layout.MMA_RHS(self.attention.dtype)))
+
+def mma(attention: AttentionBuild, acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
+    """Computes acc f32[64, N] + a [64, M] @ b [M, N] with the warp-level instruction."""
+    if attention.interpret:
+        return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+    return plgpu.mma(acc, a, plgpu.load(b, layout=plgpu.Layout.MMA_RHS(attention.dtype)))
+
+
+def zero_unseen(values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array) -> None:
+    """Zeroes the values of a block from position `first` on that lie outside begin .. end - 1.
+
+    Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages outside a window.
+    """
+    at = first + iota(values.shape, 0)
+    kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+    values[...] = jnp.where((at >= begin) & (at < end), kept, jnp.zeros_like(kept))
+    plgpu.commit_smem()

@@ -23,7 +23,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     query_columns,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LANES,
     MASKED,
@@ -237,7 +237,7 @@ def _consume(
 
             @pl.when(edge & mine)
             def _() -> None:
-                matrix.zero_unseen(values, first, unit.seen, unit.kv_len)
+                zero_unseen(values, first, unit.seen, unit.kv_len)
 
             def wait_for_next_block() -> None:
                 @pl.when(block + 1 < unit.end)

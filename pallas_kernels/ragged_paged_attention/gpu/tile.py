@@ -18,7 +18,9 @@ LOG2E = math.log2(math.e)
 MASKED = -1e30
 TILE = 64
 LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
+SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 
+type MatrixUnit = Literal["wgmma", "mma"]
 type Ref = Any  # a reference of Pallas, for which jax has no public type
 type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
 
@@ -31,14 +33,16 @@ class AttentionBuild:
     soft_cap: float | None
     has_slopes: bool
     group: int  # query heads of a KV head
-    head_size: int
+    head_size: int  # of queries and keys
+    row_size: int  # the numbers that a page keeps of a token for one KV head
+    value_size: int  # the columns of values that one warpgroup adds up
     page_size: int
     num_pages: int  # of one layer
     num_kv_heads: int
     dtype: jnp.dtype  # of queries, products and output
     kv_dtype: jnp.dtype
     # wgmma multiplies from shared memory; only Hopper has it. mma multiplies from registers.
-    matrix_unit: Literal["wgmma", "mma"]
+    matrix_unit: MatrixUnit
     block: int  # tokens
     stages: int  # blocks in shared memory that one warp fetches into
     warpgroups: int  # that compute
@@ -72,7 +76,7 @@ class AttentionBuild:
         """Returns the online softmax before the first block."""
         rows = plgpu.Layout.WGMMA.reduce(1)
         return (
-            plgpu.layout_cast(jnp.zeros((TILE, self.head_size), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.zeros((TILE, self.value_size), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((TILE,), MASKED, jnp.float32), rows),
             plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), rows),
         )
@@ -124,11 +128,23 @@ class AttentionBuild:
     def fold(self, logits: jax.Array, softmax: Softmax) -> tuple[jax.Array, Softmax]:
         """Returns the block's weights f32[64, B], and the online softmax to which its weighted values are added."""
         values, peak, total = softmax
+        weights, decay, peak, total = self.weigh(logits, peak, total)
+        return weights, (scaled_rows(values, decay), peak, total)
+
+    def weigh(
+        self, logits: jax.Array, peak: jax.Array, total: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns the block's weights f32[64, B], the factor f32[64] of what was summed before, and the largest logits
+        and denominators with the block in them."""
         highest = jnp.maximum(peak, logits.max(axis=1))
         decay = jnp.exp2(peak - highest)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(highest, logits.shape, [0]))
-        values = values * lax.broadcast_in_dim(decay, values.shape, [0])
-        return weights, (values, highest, total * decay + weights.sum(axis=1))
+        return weights, decay, highest, total * decay + weights.sum(axis=1)
+
+
+def scaled_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
+    """Multiplies each row of x f[64, columns] by its factor f[64]."""
+    return x * lax.broadcast_in_dim(factors, x.shape, [0])
 
 
 def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
@@ -143,7 +159,7 @@ def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
     """
     row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
     # jax leaves a method of both without a body, which makes them abstract to a type checker.
-    tiling = plgpu.TilingTransform((8, LANES))  # type: ignore[abstract]
+    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, LANES))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(row)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 

@@ -8,6 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+
+# A share of KV smaller than this many blocks is not worth a pipe.
+LEAST_BLOCKS = 2
+
 
 class DecodePlan(NamedTuple):
     """The plan of split KV: equal shares of the KV of all rows with few queries, one share for each pipe.
@@ -97,3 +102,60 @@ def plan_prefill(
         kv_lens[row],
     )
     return PrefillPlan(jnp.stack(columns, axis=1), num_tiles[None])
+
+
+class LatentPlan(NamedTuple):
+    """The plan of split KV for all rows, whatever they compute: what is shared out are tiles of neighbouring queries.
+
+    A tile that lies in one share is written at once. Each pipe leaves a piece of a tile that is cut, and these pieces are
+    joined afterwards. A cut may be only where a share begins, so there are fewer joins than pipes.
+    """
+
+    shares: DecodePlan  # whose rows are tiles
+    table_rows: jax.Array  # i32[N]: the row of each tile in the page table
+    joins: jax.Array  # i32[P, 3]: first row of the output, rows (0: none), last pipe; the first pipe is the one before
+
+
+def plan_latent(
+    rows: RaggedRows, *, queries: int, block: int, heads: int, group: int, max_pipes: int, page_size: int
+) -> LatentPlan:
+    """Shares out the KV of tiles of up to `queries` queries, each of `heads` groups of query heads, like `plan_decode`.
+
+    A row of the output is one of the `group` heads of a group, of a token. Padding counts as one block without KV, so
+    that its output is written.
+    """
+    num_rows, max_pages = rows.page_table.shape
+    if rows.decode_only:
+        table_rows = first_tokens = jnp.arange(num_rows, dtype=jnp.int32)
+        query_lens, kv_lens, is_used = jnp.ones_like(rows.kv_lens), rows.kv_lens, jnp.ones(num_rows, jnp.bool_)
+    else:
+        num_tokens = len(rows.token_rows)
+        plan = plan_prefill(rows.kv_lens, rows.query_lens(), rows.query_starts, num_tokens, queries=queries)
+        table_rows, first_tokens, query_lens, positions, _ = plan.tiles.T
+        # A tile sees nothing after its own queries; those of padding are at negative positions.
+        kv_lens = jnp.maximum(positions + query_lens, 0)
+        is_used = jnp.arange(len(plan.tiles)) < plan.num_tiles
+    most = len(table_rows) * heads * -(-max_pages * page_size // block)
+    shares = plan_decode(
+        jnp.where(is_used, jnp.maximum(kv_lens, 1), 0),
+        query_lens,
+        first_tokens,
+        block=block,
+        heads=heads,
+        pipes=min(max_pipes, -(-most // LEAST_BLOCKS)),
+        least=LEAST_BLOCKS,
+    )
+    shares = shares._replace(rows=shares.rows.at[:, 1].set(kv_lens))
+    pipes, (share, total) = jnp.arange(len(shares.pipes), dtype=jnp.int32), shares.line
+    begin, tile = pipes * share, shares.pipes[:, 0]
+    before, blocks = shares.rows[tile, 0] * heads, jnp.maximum((kv_lens[tile] + block - 1) // block, 1)
+    head = (begin - before) // blocks
+    first = before + head * blocks
+    # A tile may be cut several times. It is joined where it is cut for the first time.
+    is_cut = (begin < total) & (first < begin) & (first // share == pipes - 1)
+    joins = (
+        (first_tokens[tile] * heads + head) * group,
+        jnp.where(is_cut, query_lens[tile] * group, 0),
+        (first + blocks - 1) // share,
+    )
+    return LatentPlan(shares, table_rows, jnp.stack(joins, axis=1))
