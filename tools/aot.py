@@ -90,7 +90,7 @@ class Worker:
                 [python, "-m", "tools.aot_worker", chip, kind, dumps, *programs],
                 cwd=ROOT,
                 # Dumping would double the time of a step, and its kernels are measured alone already.
-                env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if kind == "attention" else {}),
+                env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if kind != "step" else {}),
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 bufsize=0,  # because select does not see the contents of a buffer

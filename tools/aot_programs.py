@@ -1,4 +1,4 @@
-"""The programs that every chip must compile: attention on each realistic batch, and the engine's step around it."""
+"""The programs that every chip must compile: kernels on each realistic batch, and the engine's step around them."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +12,11 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import Forms
+from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.buckets import Bucket
@@ -26,6 +28,8 @@ from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
+from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
+from pallas_kernels.grouped_matmul.cases import GroupedCase
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     RaggedRows,
@@ -141,30 +145,33 @@ WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES, mixed_to
 # they took 10 MiB of HBM in all on v5p.) So an array of 8 MiB in VMEM is a copy. WIDE can hardly tell, because its
 # matrices are 64 MiB and more.
 NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed_tokens=64)
-# A model with experts, whose down projections XLA keeps turned, because their inner size is no multiple of 128. The
-# stacks of a layer's experts have 24 and 48 MiB, and its other matrices 8 MiB at least, but for the router.
-EXPERTS = StepModel(
-    "-experts",
-    model_spec(
+
+
+def _qwen3_moe(hidden_size: int, expert_size: int, num_heads: int, num_layers: int) -> ModelSpec:
+    return model_spec(
         {
             "architectures": ["Qwen3MoeForCausalLM"],
             "vocab_size": 1024,
-            "hidden_size": 2048,
+            "hidden_size": hidden_size,
             "intermediate_size": 4096,
-            "moe_intermediate_size": 192,
+            "moe_intermediate_size": expert_size,
             "num_experts": 32,
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 16,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 8192,
         }
-    ),
-    32 * 2**20,
-    mixed_tokens=64,
-)
+    )
+
+
+# A model with experts, whose down projections XLA keeps turned, because their inner size is no multiple of 128. The
+# stacks of a layer's experts have 24 and 48 MiB, and its other matrices 8 MiB at least, but for the router.
+EXPERTS = StepModel("-experts", _qwen3_moe(2048, 192, 16, 4), 32 * 2**20, mixed_tokens=64)
+# The same for GPUs. The stacks of a layer's experts have 64 and 128 MiB, and its other matrices 64 MiB at least.
+WIDE_EXPERTS = StepModel("-experts", _qwen3_moe(4096, 256, 64, LAYERS), POOL_BYTES, mixed_tokens=64)
 EXPERTS_FORMS = ("decode", "mixed")
 # The attention of DeepSeek V3 with all of its heads, in dense layers. Its queries are larger than its smallest matrix
 # (W_k, 16 MiB), so what its temporaries tell is that no layer's pages, and no output projection, is copied.
@@ -221,6 +228,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
     if kind == "attention":
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
+    if kind == "experts":
+        return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -229,12 +238,10 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
     wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
-    if not isinstance(chip, TpuChip):
-        return wide
+    experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
-    narrow = (form for form in NARROW.forms if form != "suffix-learns")
-    small = [(NARROW, form) for form in narrow] + [(EXPERTS, form) for form in EXPERTS_FORMS]
-    return wide + tuple(_step_program(model, form, backend, MeshShape(1, 1)) for model, form in small)
+    narrow = [(NARROW, form) for form in NARROW.forms if isinstance(chip, TpuChip) and form != "suffix-learns"]
+    return wide + tuple(_step_program(model, form, backend, MeshShape(1, 1)) for model, form in narrow + experts)
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
@@ -318,6 +325,33 @@ def _compile_attention(
         on_device((2, K), f32) if case.kv_dtype else None,
     )
     return lowered.compile()
+
+
+def _experts_program(case: GroupedCase, backend: Backend) -> Program:
+    """Compiles a scan over the experts of layers, whose stacks must not be copied."""
+    num_groups, inner, outer = len(case.counts), case.size_out, case.size_in
+    form = Forms.chosen(None, backend, may_turn=False).experts
+    shapes = (2, inner, outer), (outer, inner)
+
+    def compile_for(mesh: Mesh) -> jax.stages.Compiled:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def on_device(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        def run(x: jax.Array, gate_up: Matrix, down: Matrix, starts: jax.Array) -> jax.Array:
+            def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+                h = project_grouped_gated(x, InStack(gate_up, number), starts, "silu")
+                return project_grouped(h, InStack(down, number), starts), None
+
+            return jax.lax.scan(layer, x, jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+        stacks = [form.wrapped({MATRIX: on_device((LAYERS, num_groups, *shape), DTYPE)}) for shape in shapes]
+        rows, starts = on_device((sum(case.counts), outer), DTYPE), on_device((num_groups + 1,), jnp.dtype(jnp.int32))
+        return jax.jit(run).lower(rows, *stacks, starts).compile()
+
+    name = f"experts/{case.name}/{backend.kind}"
+    return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
 
 
 def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:

@@ -1,4 +1,4 @@
-"""One list of realistic products of groups: experts of models, and rows that steps give them."""
+"""The realistic products of groups: experts of models, and rows that steps give them."""
 
 from dataclasses import dataclass
 
@@ -38,4 +38,17 @@ CASES = (
     GroupedCase("none-in-the-middle", 7, 5, (3, 0, 0, 9, 1, 0)),
     GroupedCase("nothing", 16, 8, (0, 0, 0)),
     GroupedCase("wide", 24, 160, (0, 7, 0, 20, 9, 0)),
+    # The sizes that a GPU's matrix units and copy engine take. Groups begin anywhere.
+    GroupedCase("whole-tiles-few", 64, 128, (2, 0, 5, 1)),
+    GroupedCase("whole-tiles-many", 128, 128, (3, 0, 150, 1, 70)),
+)
+
+# What models make of steps, for compilers: experts of `size_out` inner features in a model of size `size_in`.
+SERVING = (
+    GroupedCase("qwen3-30b-decode-1", 2048, 768, (1,) * 8 + (0,) * 120),
+    GroupedCase("qwen3-30b-decode-64", 2048, 768, (4,) * 128),
+    GroupedCase("qwen3-30b-prefill-4096", 2048, 768, (256,) * 128),
+    GroupedCase("qwen3-30b-quarter-decode-64", 2048, 192, (4,) * 128),
+    GroupedCase("mixtral-decode-16", 4096, 14336, (4,) * 8),
+    GroupedCase("deepseek-v3-prefill-1024", 7168, 2048, (32,) * 256),
 )

@@ -104,7 +104,7 @@ def test_the_table() -> None:
 def test_the_exit_status(
     statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = {"attention": [Outcome("p", status, 1.0) for status in statuses], "step": []}
+    outcomes = {"attention": [Outcome("p", status, 1.0) for status in statuses], "experts": [], "step": []}
     monkeypatch.setattr(aot, "compile_for", lambda chip, kind: iter(outcomes[kind]))
     monkeypatch.setattr(sys, "argv", ["aot", "v5e"])
     with pytest.raises(SystemExit) as exit:

@@ -10,12 +10,13 @@ from jax.sharding import NamedSharding
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.int8 import int8_form
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.tpu_experts import TpuExperts
 from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.backend import Backend
-from pallas_kernels.chips import CpuChip, TpuChip
+from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 
 # What users may choose by name, made for a CPU on which our own kernels run, or for none.
 QUANTIZATIONS: Mapping[str, Callable[[CpuChip | None], Form]] = {"int8": int8_form}
@@ -54,6 +55,8 @@ class Forms:
         experts = PLAIN if isinstance(layers, Turned) else layers
         if quantization is None and isinstance(backend.chip, TpuChip):
             experts = TpuExperts(backend.chip, backend.interpret)
+        elif quantization is None and isinstance(backend.chip, GpuChip):
+            experts = GpuExperts(backend.chip, backend.interpret)
         return cls(layers, usual, PLAIN if isinstance(usual, Turned) else usual, experts)
 
     def of(self, decl: ParamDecl, is_of_layer: bool) -> Form:
