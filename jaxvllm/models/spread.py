@@ -41,6 +41,8 @@ class Spread:
                 "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
                 "among stages: use a mesh of DxM"
             )
+        if self.stages > 1 and self.spec.is_with_late:
+            raise ValueError("layers in pairs cannot be divided among stages: use a mesh of DxM")
         if self.stages > 1 and any(layer.keeps_state for layer in self.spec.layers):
             raise ValueError(
                 "layers that keep a state cannot be divided among stages, which would compute a prompt in other parts: "
@@ -114,7 +116,9 @@ class Spread:
 def _problem(spec: ModelSpec, size: int) -> str | None:
     """Returns why `spec` cannot be spread over `size` devices, or None when it can."""
     # The order is that of the layers, so that the same model always gets the same error.
-    kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention, layer.beside))
+    kinds = dict.fromkeys(
+        kind for layer in spec.layers for kind in (layer.ffn, layer.late, layer.attention, layer.beside)
+    )
     return next((problem for kind in kinds if kind is not None and (problem := kind.problem(size))), None)
 
 
