@@ -99,6 +99,7 @@ MODEL_TYPES = {
     "FalconH1": "falcon_h1",
     "KimiLinear": "kimi_linear",
     "BailingHybrid": "bailing_hybrid",
+    "LongcatFlash": "longcat_flash",
     "GraniteMoeHybrid": "granitemoehybrid",
 }
 
@@ -357,6 +358,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "rms_norm_eps": 1e-4,
             "rope_theta": 20_000.0,
+        },
+    ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {
+            "vocab_size": 139,
+            "hidden_size": 56,
+            "num_layers": 2,
+            "num_attention_heads": 7,
+            "ffn_hidden_size": 104,
+            "q_lora_rank": 44,
+            "kv_lora_rank": 36,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "head_dim": 8,
+            "v_head_dim": 10,
+            "max_position_embeddings": 128,
+            "moe_topk": 4,
+            "n_routed_experts": 8,
+            "zero_expert_num": 3,
+            "expert_ffn_hidden_size": 24,
+            "routed_scaling_factor": 0.9,
+            "rms_norm_eps": 1e-4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0},
         },
     ),
     "kimi_linear": (

@@ -53,16 +53,24 @@ class Block:
     has_scale: bool = False  # one number multiplies what the layer returns
     laurel: Laurel | None = None  # a residual beside that of its attention
     states: AltUp | None = None  # the states of a token, of which the layer computes one; None: there is one
+    late: Ffn | None = None  # reads what its FFN reads; the next layer adds what it returns (LongCat-Flash)
+    adds_late: bool = False  # adds, after its FFN, what the layer before it has returned late
 
     def __post_init__(self) -> None:
         require_positive(self, "window residual_scale attention_scale")
         if self.ffn is None and self.placement != "pre":
             raise ValueError(f"a layer without an FFN must have its norm before its attention, not {self.placement}")
+        assert not self.is_with_late or (self.states is None and self.ffn is not None), "no model has both"
 
     @property
     def hidden_size(self) -> int:
         """The size of the hidden state that the layer changes, E."""
         return self.attention.hidden_size
+
+    @property
+    def is_with_late(self) -> bool:
+        """Whether the layer is one of a pair, of which the second adds what the first returns late."""
+        return self.late is not None or self.adds_late
 
     @property
     def memory(self) -> LayerMemory:
@@ -99,7 +107,8 @@ class Block:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
         ffn = None if self.ffn is None else self.ffn.shard(size)
         beside = None if self.beside is None else self.beside.shard(size)
-        return replace(self, attention=self.attention.shard(size), ffn=ffn, beside=beside)
+        late = None if self.late is None else self.late.shard(size)
+        return replace(self, attention=self.attention.shard(size), ffn=ffn, beside=beside, late=late)
 
     def declare(self) -> dict[str, ParamDecl]:
         """Returns all arrays of the layer by name."""
@@ -109,6 +118,8 @@ class Block:
             parts.append(self.beside.declare())
         if self.embedding is not None:
             parts.append(self.embedding.declare_layer())
+        if self.late is not None:
+            parts.append(self.late.declare())
         if self.laurel is not None:
             parts.append(self.laurel.declare())
         if self.states is not None:
@@ -122,22 +133,34 @@ class Block:
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         """Returns x [T, E] after the layer, and the cache with this step's keys and values.
 
-        Where a token has several states, x is [T, A, E].
+        Where a token has several states, x is [T, A, E]. In layers with something late, the second is what is late.
         """
+        if self.is_with_late:
+            x, late = x[:, 0], x[:, 1]
+            x, kv, h = self._computed(weights, x, kv, given)
+            if self.adds_late:
+                x = x + late
+            late = jnp.zeros_like(x)
+            if self.late is not None:
+                with jax.named_scope("late"):
+                    late = self.late.apply(weights, h, given)
+            return jnp.stack([x, late], axis=1), kv
         if self.states is None:
-            x, kv = self._computed(weights, x, kv, given)
+            x, kv, _ = self._computed(weights, x, kv, given)
             if self.embedding is not None:
                 x = x + self._of_embedding(weights, x, given)
         else:
             x = self.states.predicted(weights, x)
-            computed, kv = self._computed(weights, x[:, self.states.active], kv, given)
+            computed, kv, _ = self._computed(weights, x[:, self.states.active], kv, given)
             x = self.states.corrected(weights, x, computed)
             if self.embedding is not None:
                 x = x.at[:, 1:].add(self._of_embedding(weights, self.states.shown(weights, x), given)[:, None])
         return x * weights["layer_scale"].astype(x.dtype) if self.has_scale else x, kv
 
-    def _computed(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
-        """Returns x [T, E] after attention and FFN, and the cache."""
+    def _computed(
+        self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """Returns x [T, E] after attention and FFN, the cache, and what the FFN has read."""
         before = x
         with jax.named_scope("attention"):
             h = self._normed(weights, "attention_norm", x)
@@ -155,7 +178,7 @@ class Block:
                 if self.placement != "parallel":
                     h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
                 x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
-        return x, kv
+        return x, kv, h
 
     def _of_embedding(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         assert self.embedding is not None and given.embedding is not None, (

@@ -133,7 +133,7 @@ def run_layers[Kv](
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:
-            states = states.at[jnp.asarray(places)[number + 1]].set(x if spec.states is None else x[:, 0], mode="drop")
+            states = states.at[jnp.asarray(places)[number + 1]].set(x if x.ndim == 2 else x[:, 0], mode="drop")
         return x, states, kv
 
     states = jnp.zeros((len(depths), *x.shape), x.dtype)
@@ -141,8 +141,14 @@ def run_layers[Kv](
         states = states.at[places[0]].set(x)
     if spec.states is not None:
         x = spec.states.begin(params, x)
+    elif spec.is_with_late:
+        x = jnp.stack([x, jnp.zeros_like(x)], axis=1)
     x, states, kv = over_layers(layer_step, (x, states, kv), params["layers"], spec)
-    return x if spec.states is None else spec.states.end(params, x), states, kv
+    if spec.states is not None:
+        x = spec.states.end(params, x)
+    elif spec.is_with_late:
+        x = x[:, 0]
+    return x, states, kv
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

@@ -11,10 +11,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.expert_router import ExpertRouter
-from jaxvllm.models.ffn import GatedFfn
+from jaxvllm.models.ffn import Ffn, GatedFfn
 from jaxvllm.models.forms.form import Gating
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
@@ -43,6 +42,7 @@ class ExpertsFfn:
     bias: bool = False  # of the experts' matrices
     output_scale: float = 1.0  # multiplies the sum of all experts, the shared one included
     weighs_input: bool = False  # what an expert counts multiplies its input, and not its output (Llama 4)
+    num_identities: int = 0  # the last experts of the router, which return their input (LongCat-Flash)
     is_by_expert: bool = False
     num_shards: int = 1  # devices that have a part of it
 
@@ -53,7 +53,12 @@ class ExpertsFfn:
     @property
     def num_held(self) -> int:
         """The experts of which a device has matrices."""
-        return self.router.num_experts // (self.num_shards if self.is_by_expert else 1)
+        return self._num_real // (self.num_shards if self.is_by_expert else 1)
+
+    @property
+    def _num_real(self) -> int:
+        """The experts that have matrices."""
+        return self.router.num_experts - self.num_identities
 
     @property
     def _axes(self) -> tuple[str | None, str | None]:
@@ -90,7 +95,7 @@ class ExpertsFfn:
         return decls
 
     def problem(self, size: int) -> str | None:
-        count, inner = self.router.num_experts, self.size
+        count, inner = self._num_real, self.size
         if self.is_by_expert and count % size:
             return f"{count} experts do not divide over {size} devices"
         if not self.is_by_expert and inner % size:
@@ -110,6 +115,9 @@ class ExpertsFfn:
         if self.output_scale != 1:
             out = out * jnp.asarray(self.output_scale, out.dtype)
         out = given.axis.sum(out)
+        if self.num_identities:
+            kept = jnp.where(chosen >= self._num_real, counts, 0).sum(-1, keepdims=True)
+            out = out + (x.astype(jnp.float32) * kept).astype(out.dtype)
         if not self.bias:
             return out
         # Every device has all of these, and adds them once, after the sum.
@@ -164,11 +172,10 @@ def by_expert(spec: ModelSpec) -> ModelSpec:
 
     Raises ValueError for a model without experts.
     """
-    if not any(isinstance(layer.ffn, ExpertsFfn) for layer in spec.layers):
+    if not any(isinstance(ffn, ExpertsFfn) for layer in spec.layers for ffn in (layer.ffn, layer.late)):
         raise ValueError("enable_expert_parallel needs a model with experts, and this one has none: leave it out")
 
-    def of(layer: Block) -> Block:
-        ffn = layer.ffn
-        return replace(layer, ffn=replace(ffn, is_by_expert=True)) if isinstance(ffn, ExpertsFfn) else layer
+    def of[Kind: Ffn | None](ffn: Kind) -> Kind:
+        return replace(ffn, is_by_expert=True) if isinstance(ffn, ExpertsFfn) else ffn
 
-    return replace(spec, layers=tuple(map(of, spec.layers)))
+    return replace(spec, layers=tuple(replace(layer, ffn=of(layer.ffn), late=of(layer.late)) for layer in spec.layers))

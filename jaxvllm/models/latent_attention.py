@@ -43,6 +43,7 @@ class LatentAttention:
     value_size: int  # of a head's output
     norm: RmsNorm  # of latents
     scale: float  # multiplies q . k
+    latent_scale: float = 1.0  # multiplies latents of keys and values
     rope_pairs: RopePairs = "neighbours"
     has_bias: bool = False  # of latents, and of the output
     indexer: SparseIndexer | None = None  # chooses the positions that are seen
@@ -53,7 +54,9 @@ class LatentAttention:
     def __post_init__(self) -> None:
         if self.indexer is not None and self.q_rank is None:
             raise ValueError("an index reads the latents of queries, so q_lora_rank must be a number")
-        sizes = "hidden_size num_heads q_rank latent_size content_size rope_size value_size scale num_kv_heads"
+        sizes = (
+            "hidden_size num_heads q_rank latent_size content_size rope_size value_size scale latent_scale num_kv_heads"
+        )
         require_positive(self, sizes)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} heads do not divide over {self.num_kv_heads} copies of the latents")
@@ -151,6 +154,8 @@ class LatentAttention:
         if self.q_growth is not None:
             q = q * self.q_growth.factor(given.positions).astype(q.dtype)[:, None, None]
         latent = self.norm.apply(weights, "kv_latent_norm", latent)
+        if self.latent_scale != 1:
+            latent = latent * jnp.asarray(self.latent_scale, latent.dtype)
         k = jnp.concatenate([self._rotated(shared, given), latent], axis=-1)
         index = None
         if self.indexer is not None:

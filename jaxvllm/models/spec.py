@@ -50,7 +50,7 @@ class ModelSpec:
             raise ValueError(
                 f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
             )
-        if len({(layer.hidden_size, layer.embedding, layer.states) for layer in self.layers}) > 1:
+        if len({(layer.hidden_size, layer.embedding, layer.states, layer.is_with_late) for layer in self.layers}) > 1:
             raise ValueError("all layers must have the same hidden states, and the same embedding of their own")
         for number, layer in enumerate(self.layers):
             size = layer.attention.head_size
@@ -92,6 +92,11 @@ class ModelSpec:
     def states(self) -> AltUp | None:
         """The states of a token between the layers, where it has several."""
         return self.layers[0].states
+
+    @property
+    def is_with_late(self) -> bool:
+        """Whether a token has, beside its hidden state, what a layer has returned late."""
+        return self.layers[0].is_with_late
 
     @cached_property
     def ropes(self) -> tuple[RopeSpec | None, ...]:

@@ -44,6 +44,8 @@ class Spread:
                 "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
                 "among stages: use a mesh of DxM"
             )
+        if self.stages > 1 and self.spec.is_with_late:
+            raise ValueError("layers in pairs cannot be divided among stages: use a mesh of DxM")
         if self.stages > self.spec.num_layers:
             counts = (count for count in _COMMON_SIZES if count <= self.spec.num_layers)
             works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
@@ -110,5 +112,7 @@ class Spread:
 def _problem(spec: ModelSpec, size: int) -> str | None:
     """Returns why `spec` cannot be spread over `size` devices, or None when it can."""
     # The order is that of the layers, so that the same model always gets the same error.
-    kinds = dict.fromkeys(kind for layer in spec.layers for kind in (layer.ffn, layer.attention, layer.beside))
+    kinds = dict.fromkeys(
+        kind for layer in spec.layers for kind in (layer.ffn, layer.late, layer.attention, layer.beside)
+    )
     return next((problem for kind in kinds if kind is not None and (problem := kind.problem(size))), None)

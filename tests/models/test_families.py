@@ -110,6 +110,7 @@ FAMILIES = (
     "mpt",
     "gemma3n",
     "bailing_hybrid",
+    "longcat_flash",
 )
 
 
@@ -335,6 +336,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("gemma3n", {"altup_num_inputs": 9}, "altup_num_inputs must be at most 8, not 9"),
         ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be .* a list of 7, not"),
         ("bailing_hybrid", {"kda_lower_bound": 1}, "kda_lower_bound must be a number below 0, not 1"),
+        ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type = 'copy' is not supported"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxvllm.models import checkpoint
+from jaxvllm.models.experts import by_expert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spread import Spread
@@ -24,9 +25,10 @@ from tests.models.fixture import NAMES, Fixture
 FEW = ("gemma3", "olmo2", "phi3")
 
 
-def check(name: str, size: int, layout: Layout, directory: Path) -> None:
+def check(name: str, size: int, layout: Layout, directory: Path, *, is_by_expert: bool = False) -> None:
     fixture = Fixture.load(name)
     spec = model_spec(fixture.config, fixture.max_model_len)
+    spec = by_expert(spec) if is_by_expert else spec
     spread, mesh = Spread(spec, size), make_mesh(MeshShape(1, size), jax.devices())
     params = checkpoint.load(fixture.write_checkpoint(directory), spec, dtype=jnp.float32, layout=layout, mesh=mesh)
     run = jax.shard_map(
@@ -59,6 +61,10 @@ def test_stacked_over_four_devices(name: str, tmp_path: Path) -> None:
 def test_over_more_devices_than_heads(name: str, tmp_path: Path) -> None:
     # Four query heads over two KV heads: ten over ten here, six of them zeros.
     check(name, 5, "stacked", tmp_path)
+
+
+def test_experts_that_return_their_input_are_on_no_device(tmp_path: Path) -> None:
+    check("longcat_flash", 4, "stacked", tmp_path, is_by_expert=True)
 
 
 def test_heads_normed_together_are_not_filled_up(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from jaxvllm.models.families import (
     lfm2_moe,
     llama,
     llama4,
+    longcat_flash,
     mamba,
     mamba2,
     mellum,
@@ -181,6 +182,7 @@ FAMILIES: tuple[Family, ...] = (
     mpt.FAMILY,
     *gemma3n.FAMILIES,
     bailing_hybrid.FAMILY,
+    longcat_flash.FAMILY,
 )
 
 
