@@ -166,8 +166,9 @@ EXPERTS = StepModel(
     mixed_tokens=64,
 )
 EXPERTS_FORMS = ("decode", "mixed")
-# The attention of DeepSeek V3 with all of its heads, in dense layers. Its queries are larger than its smallest matrix
-# (W_k, 16 MiB), so what its temporaries tell is that no layer's pages, and no output projection, is copied.
+# The attention of DeepSeek V3 with all of its heads, in dense layers, for GPUs with kernels: that for TPUs has no room
+# for prompts of so many heads. Its queries are larger than its smallest matrix (W_k, 16 MiB), so what its temporaries
+# tell is that no layer's pages, and no output projection, is copied.
 LATENT = StepModel(
     "-latent",
     model_spec(
@@ -228,7 +229,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
-    wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
+    if backend.kind == "gpu":
+        wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     if not isinstance(chip, TpuChip):
         return wide
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
