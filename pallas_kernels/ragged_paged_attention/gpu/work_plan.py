@@ -107,8 +107,8 @@ def plan_prefill(
 class LatentPlan(NamedTuple):
     """The plan of split KV for all rows, whatever they compute: what is shared out are tiles of neighbouring queries.
 
-    A tile that lies in one share is written at once. Each pipe leaves a piece of a tile that is cut, and these are
-    joined afterwards. A cut may be only where a share begins, so there are fewer joins than pipes.
+    A tile that lies in one share is written at once. Each pipe leaves a piece of a tile that is cut, and these pieces
+    are joined afterwards. A cut may be only where a share begins, so there are fewer joins than pipes.
     """
 
     shares: DecodePlan  # whose rows are tiles
