@@ -53,8 +53,9 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     """Compiles the program and returns its outcome, which may be an exception."""
     start = time.monotonic()
     try:
-        # Pallas learns from the mesh which GPU it compiles for.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        # Pallas learns from the mesh which GPU it compiles for, and Mosaic GPU from the default device of which
+        # generation it is. It would lower for Hopper otherwise.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
             compiled = program.compile(mesh)
     except NotImplementedError as error:
         return Outcome(program.name, "refused", time.monotonic() - start, _first_line(error))
