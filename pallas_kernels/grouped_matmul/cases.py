@@ -39,7 +39,7 @@ CASES = (
     GroupedCase("nothing", 16, 8, (0, 0, 0)),
     GroupedCase("wide", 24, 160, (0, 7, 0, 20, 9, 0)),
     # The sizes that a GPU's matrix units and copy engine take. Groups begin anywhere.
-    GroupedCase("whole-tiles-few", 64, 128, (2, 0, 5, 1)),
+    GroupedCase("whole-tiles-few", 64, 256, (2, 0, 5, 1)),
     GroupedCase("whole-tiles-many", 128, 128, (3, 0, 150, 1, 70)),
 )
 
@@ -50,5 +50,5 @@ SERVING = (
     GroupedCase("qwen3-30b-prefill-4096", 2048, 768, (256,) * 128),
     GroupedCase("qwen3-30b-quarter-decode-64", 2048, 192, (4,) * 128),
     GroupedCase("mixtral-decode-16", 4096, 14336, (4,) * 8),
-    GroupedCase("deepseek-v3-prefill-1024", 7168, 2048, (32,) * 256),
+    GroupedCase("deepseek-v3-eighth-prefill-1024", 7168, 2048, (32,) * 32),
 )

@@ -28,7 +28,7 @@ MatrixUnit = Literal["wgmma", "mma"]
 # The columns of a matrix product, those of both halves of a gated one together. 256 is the most that wgmma takes, and
 # 64 rows x 256 columns of float32 are half of a thread's registers. `mma` has its operands in registers, too.
 MOST_COLUMNS: dict[MatrixUnit, int] = {"wgmma": 256, "mma": 128}
-# Eight stages of the smallest size, 16 KiB, are more than an H200's bandwidth times its latency on each of 132 SMs.
+# An H200's bandwidth times a latency of a microsecond is 36 KiB for each of its SMs, and a stage has 16 KiB at least.
 MOST_STAGES = 8
 HALVES = 2  # warpgroups that compute, at most
 # A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
@@ -109,7 +109,7 @@ def grouped_matmul(
     def kernel(x: Ref, w: Ref, visits: Ref, num_visits: Ref, out: Ref, **memory: Ref) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
-        def walk(work: Callable[[_Slab, jax.Array], None]) -> jax.Array:
+        def walk(work: Callable[[_GroupUnit, jax.Array], None]) -> jax.Array:
             """Does the CTA's units. Each is told how many stages came before. Returns how many there were in all."""
             count = lax.div(num_visits[0] * blocks - cta + (ctas - 1), jnp.int32(ctas))
 
@@ -120,7 +120,7 @@ def grouped_matmul(
                 visit, column = lax.div(number, jnp.int32(blocks)), lax.rem(number, jnp.int32(blocks)) * tiles.columns
                 matrix, eighth, low, high = (visits[visit, i] for i in range(4))
                 # Only from this product the compiler knows that tiles begin where a copy may begin.
-                work(_Slab(matrix, eighth * ALIGNMENT, low, high, column), index * product.steps)
+                work(_GroupUnit(matrix, eighth * ALIGNMENT, low, high, column), index * product.steps)
 
             return count * product.steps
 
@@ -181,7 +181,7 @@ def _matrix_unit(chip: GpuChip) -> MatrixUnit:
     return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
 
 
-class _Slab(NamedTuple):
+class _GroupUnit(NamedTuple):
     """Rows low .. high - 1 of the tile that begins at row `tile`, and the columns from `column` on."""
 
     matrix: jax.Array
@@ -235,7 +235,7 @@ class GroupedProduct:
             "free": barriers(self.halves, stages),
         }
 
-    def fetch(self, unit: _Slab, done: jax.Array, x: Ref, w: Ref, memory: dict[str, Ref]) -> None:
+    def fetch(self, unit: _GroupUnit, done: jax.Array, x: Ref, w: Ref, memory: dict[str, Ref]) -> None:
         """Copies the rows and the matrix of a unit into the stages, each as soon as it is free."""
 
         @pl.loop(0, self.steps)
@@ -270,7 +270,7 @@ class GroupedProduct:
             def _(stage: int = stage) -> None:
                 plgpu.barrier_wait(memory["free"].at[stage])
 
-    def compute(self, half: jax.Array, unit: _Slab, done: jax.Array, out: Ref, memory: dict[str, Ref]) -> None:
+    def compute(self, half: jax.Array, unit: _GroupUnit, done: jax.Array, out: Ref, memory: dict[str, Ref]) -> None:
         """Computes a warpgroup's rows of a unit, and stores them into out f[N, columns]."""
         tile = unit.tile + half * TILE
         low, high = jnp.clip(unit.low - tile, 0, TILE), jnp.clip(unit.high - tile, 0, TILE)

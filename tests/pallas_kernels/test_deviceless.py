@@ -202,6 +202,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("h200", "attention", ["attention/decode-gqa/gpu", "attention/mixed-sinks/gpu"]),
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/split/reference"]),
+        ("h200", "experts", ["experts/qwen3-30b-decode-64/gpu"]),
         ("v5e", "step", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", "step", ["step/mixed-experts/tpu"]),
         ("v7x", "step", ["step/split/tpu"]),
@@ -213,7 +214,7 @@ def test_compiles_in_place(chip: str, kind: Kind, programs: Sequence[str]) -> No
     assert [outcome.program for outcome in outcomes] == programs
     for outcome in outcomes:
         assert outcome.status == "ok", outcome.row()
-        if kind == "attention":
+        if kind != "step":
             assert outcome.kernels, outcome
         for kernel in outcome.kernels:
             facts = CHIPS[chip]
