@@ -51,7 +51,8 @@ def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Dev
     With several `hosts`, which must divide the second side of the slice or the number of GPUs, each has equally many.
 
     Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
-    the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering.
+    the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering, and
+    `jax.default_device` of such a device, or Mosaic GPU takes it for Hopper.
 
     Raises ValueError for another count, and RuntimeError when this process cannot compile for the chip, because it has
     no compiler or compiles for another GPU already.

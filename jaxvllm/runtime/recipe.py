@@ -6,6 +6,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -76,8 +77,14 @@ class Recipe:
             )
         where = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
         program = jax.jit(run, donate_argnums=self.donates, **where)
-        # Mosaic GPU asks the context for its device when there is none: see pallas_kernels/deviceless.py.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        device = self.mesh.devices.flat[0]
+        is_own_gpu = device.platform == "gpu" and device.process_index == jax.process_index()
+        # Without a GPU, Pallas asks the mesh for its device, and Mosaic GPU asks the default device for its generation:
+        # it lowered a B200's kernels for Hopper. See pallas_kernels/deviceless.py.
+        with (
+            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
+            jax.default_device(device) if is_own_gpu else nullcontext(),
+        ):
             lowered = program.lower(*self.arguments)
         return lowered.compile(self.options)
 
