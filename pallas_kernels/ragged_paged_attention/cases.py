@@ -170,13 +170,14 @@ def _serving() -> tuple[RaggedCase, ...]:
             f"{name}-q{heads}-latent", heads, 1, 576, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows,
             latent_size=512,
         )
-        for heads in (16, 20, 128)
-        for name, rows in (
-            ("decode-64x4096", (RowCase(1, 4096),) * 64),
-            ("decode-1x32768", (RowCase(1, 32768),)),
-            ("prefill-2048", (RowCase(2048, 2048),)),
-            ("prefill-512-of-8192", (RowCase(512, 8192),)),
+        for name, rows, all_heads in (
+            ("decode-64x4096", (RowCase(1, 4096),) * 64, (16, 20, 128)),
+            ("decode-1x32768", (RowCase(1, 32768),), (16, 20, 128)),
+            # The kernel for TPUs has no room for prompts of 128 heads.
+            ("prefill-2048", (RowCase(2048, 2048),), (16, 20)),
+            ("prefill-512-of-8192", (RowCase(512, 8192),), (16, 20)),
         )
+        for heads in all_heads
     )  # fmt: skip
 
 

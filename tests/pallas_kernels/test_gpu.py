@@ -231,9 +231,13 @@ def test_latents_that_are_cut_add_up_to_the_same(capfd: pytest.CaptureFixture[st
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
-def test_latents_by_the_other_matrix_unit(capfd: pytest.CaptureFixture[str]) -> None:
+def test_latents_of_many_heads_by_the_other_matrix_unit(capfd: pytest.CaptureFixture[str]) -> None:
     backend = latent_backend("b200", num_sms=3)
-    call = make_call(dataclasses.replace(VERIFY_LATENT, window=30), np.float16, backend)
+    # Of 72 heads each half is a group.
+    rows = (RowCase(3, 200), RowCase(1, 5), RowCase(2, 66))
+    call = make_call(
+        dataclasses.replace(VERIFY_LATENT, num_heads=72, num_tokens=7, rows=rows, window=30), np.float16, backend
+    )
     assert call.error(attend_latents(call, backend)) < call.tolerance
     assert "RACE DETECTED" not in capfd.readouterr().out
 
