@@ -103,12 +103,12 @@ def compute(
 
     taken: TakenIn = {}
     if model.pipeline.stages.size == 1:
-        x, states, (own_pages, taken) = run(x, with_tables, own_pages)
+        x, states, (own_pages, taken, _) = run(x, with_tables, own_pages)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
 
         def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
-            x, _, (pages, _) = run(x, rows, pages)
+            x, _, (pages, *_) = run(x, rows, pages)
             return x, pages
 
         x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
