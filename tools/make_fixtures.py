@@ -272,7 +272,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # An index chooses 11 of up to 114 positions.
     "deepseek_v32": ("DeepseekV32", {**EVEN, **LATENT, **INDEXED, "n_group": 3, "topk_group": 2}),
-    "glm_moe_dsa": ("GlmMoeDsa", {**EVEN, **LATENT, **INDEXED, "attention_bias": True, "rms_norm_eps": 1e-4}),
+    # GLM-5.2: the last layers read what an earlier one has chosen.
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **EVEN,
+            **LATENT,
+            **INDEXED,
+            "num_hidden_layers": 4,
+            "index_topk_pattern": "FFSS",
+            "attention_bias": True,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
     "mistral4": (
         "Mistral4",
         {

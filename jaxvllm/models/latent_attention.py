@@ -10,7 +10,7 @@ V3), and nothing is expanded.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxvllm.models.ops import project_heads
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rotation import RopePairs, rotated
 from jaxvllm.models.sparse_indexer import SparseIndexer
+from pallas_kernels.ragged_paged_attention import IndexQueries
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ class LatentAttention:
     latent_scale: float = 1.0  # multiplies latents of keys and values
     rope_pairs: RopePairs = "neighbours"
     has_bias: bool = False  # of latents, and of the output
-    indexer: SparseIndexer | None = None  # chooses the positions that are seen
+    # What chooses the positions that are seen. last: the last layer before it with an index has chosen (GLM-5.2).
+    indexer: SparseIndexer | Literal["last"] | None = None
     q_growth: QueryGrowth | None = None
     has_head_gates: bool = False  # each head's output is multiplied by the sigmoid of a gate (Ling 3)
     num_kv_heads: int = 1  # copies of the latents, one on each device
 
     def __post_init__(self) -> None:
-        if self.indexer is not None and self.q_rank is None:
+        if isinstance(self.indexer, SparseIndexer) and self.q_rank is None:
             raise ValueError("an index reads the latents of queries, so q_lora_rank must be a number")
         sizes = (
             "hidden_size num_heads q_rank latent_size content_size rope_size value_size scale latent_scale num_kv_heads"
@@ -72,7 +74,7 @@ class LatentAttention:
 
     @property
     def _index_size(self) -> int:
-        return 0 if self.indexer is None else self.indexer.head_size
+        return self.indexer.head_size if isinstance(self.indexer, SparseIndexer) else 0
 
     def memory(self, window: int | None) -> KeysAndValues:
         return KeysAndValues(self.num_kv_heads, self.head_size, window, self.latent_size)
@@ -123,7 +125,7 @@ class LatentAttention:
             decls |= self.norm.declare("q_latent_norm", (self.q_rank,), (None,))
         if self.has_head_gates:
             decls |= self.head_gates.declare("head_gates")
-        if self.indexer is not None:
+        if isinstance(self.indexer, SparseIndexer):
             decls |= self.indexer.declare()
         return decls | {"k_up": self._of_latents(self.content_size), "v_up": self._of_latents(self.value_size)}
 
@@ -157,8 +159,10 @@ class LatentAttention:
         if self.latent_scale != 1:
             latent = latent * jnp.asarray(self.latent_scale, latent.dtype)
         k = jnp.concatenate([self._rotated(shared, given), latent], axis=-1)
-        index = None
-        if self.indexer is not None:
+        index: IndexQueries | Literal["last"] | None = None
+        if self.indexer == "last":
+            index = "last"
+        elif self.indexer is not None:
             index = self.indexer.queries(weights, hidden, x, given)
             k = jnp.concatenate([self.indexer.keys(weights, hidden, given), k], axis=-1)
             q = jnp.pad(q, ((0, 0), (0, 0), (self._index_size, 0)))

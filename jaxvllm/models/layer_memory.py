@@ -15,9 +15,12 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
+    ChosenPositions,
+    IndexQueries,
     KVPages,
     RaggedRows,
     backend_for,
+    choose_positions,
     kv_pages_struct,
     plan_rows,
     ragged_paged_attention,
@@ -103,6 +106,20 @@ class KeysAndValues:
         """Makes what the backend knows once a step about queries of `num_heads` heads in these rows."""
         options: dict[str, Any] = {"num_heads": num_heads, "dtype": dtype, "latent_size": self.latent_size}
         return plan_rows(rows, pages, backend=self.backend(backend), **options)
+
+    def choose(
+        self,
+        pages: KVPages,
+        place: jax.Array | int,
+        rows: RaggedRows,
+        k: jax.Array,
+        index: IndexQueries,
+        backend: Backend,
+    ) -> tuple[ChosenPositions, KVPages]:
+        """Writes the keys of latents into the pages of layer `place`, and returns what `index` chooses."""
+        assert self.latent_size is not None, "an index chooses among latents"
+        size, own = self.latent_size, self.backend(backend)
+        return choose_positions(k, pages, place, rows, index, latent_size=size, backend=own)
 
     def attend(
         self,

@@ -6,10 +6,12 @@ from typing import Self
 
 from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.block import Block
+from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rope import RopeSpec
+from jaxvllm.models.sparse_indexer import SparseIndexer
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class ModelSpec:
             size = layer.attention.head_size
             if layer.rope is not None and size < (rotated := layer.rope.rotary_dim):
                 raise ValueError(f"the rope of layer {number} rotates {rotated} dimensions of heads of size {size}")
+            if number == 0 and isinstance(layer.attention, LatentAttention) and layer.attention.indexer == "last":
+                raise ValueError("layer 0 must have an index of its own, because no layer before it has one")
             if layer.attention.keeps != (layer.reads is None):
                 raise ValueError(f"layer {number} must either keep keys and values or read those of an earlier layer")
             if layer.reads is not None and (
@@ -102,6 +106,14 @@ class ModelSpec:
     def ropes(self) -> tuple[RopeSpec | None, ...]:
         """The ropes of the layers, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+
+    @property
+    def shared_choice(self) -> int | None:
+        """The positions that an index chooses for layers after its own, too. None: it chooses for its own alone."""
+        indexers = [layer.attention.indexer for layer in self.layers if isinstance(layer.attention, LatentAttention)]
+        if "last" not in indexers:
+            return None
+        return next(indexer.top_k for indexer in indexers if isinstance(indexer, SparseIndexer))
 
     @property
     def shares_memory(self) -> bool:

@@ -39,10 +39,11 @@ class Spread:
         if problem := _problem(self.spec, self.size):
             works = ", ".join(f"1x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
             raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
-        if self.stages > 1 and (self.spec.shares_memory or self.spec.layer_embedding is not None):
+        shares = self.spec.shares_memory or self.spec.shared_choice is not None
+        if self.stages > 1 and (shares or self.spec.layer_embedding is not None):
             raise ValueError(
-                "layers that read another layer's keys and values, or have embeddings of their own, cannot be divided "
-                "among stages: use a mesh of DxM"
+                "layers that read another layer's keys and values, or what its index has chosen, or have embeddings of "
+                "their own, cannot be divided among stages: use a mesh of DxM"
             )
         if self.stages > 1 and self.spec.is_with_late:
             raise ValueError("layers in pairs cannot be divided among stages: use a mesh of DxM")

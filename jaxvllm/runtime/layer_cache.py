@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import IndexQueries, RaggedRows
+from pallas_kernels.ragged_paged_attention import ChosenPositions, IndexQueries, RaggedRows, must_choose
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
 type TakenIn = dict[int, Token]
-# What the layers pass on: the pages of each group, and what their states did not take in yet.
-type Kept = tuple[KVCachePages, TakenIn]
+# What the layers pass on: the pages of each group, what their states did not take in yet, and the positions that the
+# last index has chosen, where a layer after its own reads them.
+type Kept = tuple[KVCachePages, TakenIn, ChosenPositions | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,15 +96,23 @@ class LayerCache:
         assert self._plans is not None
 
     @property
-    def nothing_taken(self) -> TakenIn:
-        """Returns what `recur` fills with what the states of layers may still take in, with nothing in it."""
+    def begin(self) -> Kept:
+        """Returns what the first layer is given: the pages, and no token taken in and no position chosen."""
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):
                 each = len(self.pages[number]), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
-        return taken
+        return self.pages, taken, self._no_choice
+
+    @cached_property
+    def _no_choice(self) -> ChosenPositions | None:
+        """The choice before any index: no position. None: no layer reads another's choice, or all see everything."""
+        top_k = self.spec.shared_choice
+        if top_k is None or not must_choose(top_k, self._rows_of[0], self.pages[0]):
+            return None
+        return ChosenPositions(jnp.full((len(self.rows.token_rows), top_k), -1, jnp.int32))
 
     def attend(
         self,
@@ -117,15 +126,21 @@ class LayerCache:
         soft_cap: float | None,
         sinks: jax.Array | None = None,
         slopes: jax.Array | None = None,
-        index: IndexQueries | None = None,
+        index: IndexQueries | Literal["last"] | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
-        pages, taken = kept
+        pages, taken, chosen = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, KeysAndValues), "attention keeps keys and values"
+        own, place = pages[number], self._place(number, given)
+        if chosen is not None and isinstance(index, IndexQueries):
+            assert k is not None, "a layer with an index has keys of its own"
+            chosen, own = memory.choose(own, place, self._rows_of[number], k, index, self.backend)
+            k = None
+        seen = chosen if index is not None and chosen is not None else None if index == "last" else index
         out, own = memory.attend(
-            pages[number],
-            self._place(number, given),
+            own,
+            place,
             self._rows_of[number],
             q,
             k,
@@ -135,24 +150,24 @@ class LayerCache:
             soft_cap=soft_cap,
             sinks=sinks,
             slopes=slopes,
-            index=index,
+            index=seen,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )
-        return out, (_replaced(pages, number, own), taken)
+        return out, (_replaced(pages, number, own), taken, chosen)
 
     def recur(
         self, kept: Kept, given: LayerInput, weights: Mapping[str, jax.Array], tokens: Token
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Recur`."""
-        pages, taken = kept
+        pages, taken, chosen = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
         place = self._place(number, given)
         where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
-            return out, (_replaced(pages, number, own), taken)
+            return out, (_replaced(pages, number, own), taken, chosen)
         out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
         # In stages, a part of the step may have no token of a row, or of any.
         is_here = self.rows.query_lens() > 0
@@ -160,7 +175,8 @@ class LayerCache:
         def stored(x: jax.Array, new: jax.Array) -> jax.Array:
             return x.at[place].set(jnp.where(is_here.reshape(-1, *[1] * (new.ndim - 1)), new, x[place]))
 
-        return out, (pages, taken | {number: jax.tree.map(stored, taken[number], seen)})
+        taken = taken | {number: jax.tree.map(stored, taken[number], seen)}
+        return out, (pages, taken, chosen)
 
     def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:
         """Lets the states of all layers take in the first `counts` i32[R] tokens of each row, of those in `taken`."""

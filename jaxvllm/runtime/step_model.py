@@ -118,7 +118,7 @@ def compute(
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real()
         return run_layers(params, part, x, rows.positions, kept, *ways)
 
-    kept: Kept = own_pages, cache_of(shard, with_tables, own_pages).nothing_taken
+    kept = cache_of(shard, with_tables, own_pages).begin
     if model.pipeline.stages.size == 1:
         x, states, kept = run(shard, x, with_tables, kept)
     else:
@@ -137,7 +137,7 @@ def compute(
         # Drafts of a row that states look ahead at stay together.
         x, kept = model.pipeline.compute(layers, x, with_tables, kept, model.axis, is_whole=bool(kept[1]))
         states = jnp.zeros((0, *x.shape), x.dtype)
-    own_pages, taken = kept
+    own_pages, taken, _ = kept
     return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
 
 

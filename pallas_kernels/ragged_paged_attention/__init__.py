@@ -1,18 +1,26 @@
 """Attention for a batch in which every row has its own query length and its own paged KV length."""
 
-from pallas_kernels.ragged_paged_attention.api import plan_rows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import (
+    choose_positions,
+    must_choose,
+    plan_rows,
+    ragged_paged_attention,
+)
 from pallas_kernels.ragged_paged_attention.layout import KVPages, RowLayout, backend_for, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
-from pallas_kernels.ragged_paged_attention.sparse import IndexQueries
+from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
 
 __all__ = [
+    "ChosenPositions",
     "IndexQueries",
     "NO_WINDOW",
     "KVPages",
     "RaggedRows",
     "RowLayout",
     "backend_for",
+    "choose_positions",
     "kv_pages_struct",
+    "must_choose",
     "plan_rows",
     "ragged_paged_attention",
 ]

@@ -12,7 +12,7 @@ from pallas_kernels.ragged_paged_attention import reference, sparse
 from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, RowLayout
 from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from pallas_kernels.ragged_paged_attention.sparse import IndexQueries
+from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
 from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
 
 # The result of `plan_rows`: a pytree that only its backend understands, or None where there is nothing to plan.
@@ -61,7 +61,7 @@ def ragged_paged_attention(
     slopes: jax.Array | None = None,
     kv_scales: jax.Array | None = None,
     latent_size: int | None = None,
-    index: IndexQueries | None = None,
+    index: IndexQueries | ChosenPositions | None = None,
     plan: Plan = None,
     backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, KVPages]:
@@ -75,9 +75,10 @@ def ragged_paged_attention(
     Without k and v the pages hold this step's KV already.
     With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
     arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
-    the index chooses (`sparse.py`), or to all where no more fit the page table. Pages of int8 or float8 hold keys and
-    values divided by `kv_scales` f32[2, K], keys first (None: by one). `plan` is the result of `plan_rows` for these
-    rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values for padding tokens, and the pages.
+    the index chooses (`sparse.py`), or to all where no more fit the page table; an index may have chosen before
+    (`choose_positions`). Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first
+    (None: by one). `plan` is the result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents,
+    with arbitrary finite values for padding tokens, and the pages.
     Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
@@ -95,11 +96,17 @@ def ragged_paged_attention(
     new = None if k is None else layout.row(k, v)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, slopes=slopes)
     value_size = layout.value_size if layout.is_latent else None
-    if index is not None and latent_size is not None and _longest(rows, kv_pages) > index.top_k:
+    if isinstance(index, IndexQueries) and not must_choose(index.top_k, rows, kv_pages):
+        index = None
+    if index is not None and latent_size is not None:
         if new is not None:
             kv_pages = write_kv(new, kv_pages, layer, rows)
-        own = q[..., -head_size:]  # without padding
-        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, latent_size=latent_size)
+        own, index_size = q[..., -head_size:], 0  # without padding
+        if isinstance(index, IndexQueries):
+            index_size = index.q.shape[-1]
+            index = sparse.choose(index, kv_pages, layer, rows, head_size=head_size)
+        sizes = {"latent_size": latent_size, "index_size": index_size}
+        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, **sizes)
     elif backend.kind == "tpu":
         if new is None:
             # Our kernel there writes while it attends, and writes again what it finds.
@@ -137,9 +144,30 @@ def _has_gpu_kernel(backend: Backend, latent_size: int | None, dtype: DTypeLike)
     return backend.kind == "gpu" and (latent_size is None or dtype not in QUANTIZED)
 
 
-def _longest(rows: RaggedRows, kv_pages: KVPages) -> int:
-    """Returns the positions that a row of the page table has room for."""
-    return rows.page_table.shape[1] * kv_pages.shape[3]
+def choose_positions(
+    k: jax.Array,
+    kv_pages: KVPages,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    index: IndexQueries,
+    *,
+    latent_size: int,
+    backend: Backend,
+) -> tuple[ChosenPositions, KVPages]:
+    """Writes this step's keys k f[T, 1, D] into the pages, and returns what `index` chooses among them, and the pages.
+
+    `ragged_paged_attention` without k then attends to these positions, in this layer or in another (GLM-5.2).
+    """
+    head_size = k.shape[-1]
+    if kv_pages.dtype in QUANTIZED:
+        k = quantize(k, jnp.ones(k.shape[1]), kv_pages.dtype)
+    kv_pages = write_kv(RowLayout.of(head_size, latent_size, backend).row(k, None), kv_pages, layer, rows)
+    return sparse.choose(index, kv_pages, layer, rows, head_size=head_size), kv_pages
+
+
+def must_choose(top_k: int, rows: RaggedRows, kv_pages: KVPages) -> bool:
+    """Returns whether a row of the page table has room for more than `top_k` positions: then an index chooses."""
+    return rows.page_table.shape[1] * kv_pages.shape[3] > top_k
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -157,7 +185,7 @@ def _check(
     window: jax.Array | int,
     sinks: jax.Array | None,
     slopes: jax.Array | None,
-    index: IndexQueries | None,
+    index: IndexQueries | ChosenPositions | None,
     kv_scales: jax.Array | None,
     latent_size: int | None,
     backend: Backend,

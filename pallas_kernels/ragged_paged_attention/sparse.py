@@ -5,6 +5,7 @@ that it sees by the index alone, and attends to the best ones. All of it is plai
 the most that exists of a context is its scores.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,12 @@ class IndexQueries(NamedTuple):
     top_k: int
 
 
+class ChosenPositions(NamedTuple):
+    """The positions of its own row that each query of a step attends to, whoever has chosen them."""
+
+    positions: jax.Array  # i32[T, k]: -1 stands for none
+
+
 def scores_of(index: IndexQueries, keys: jax.Array) -> jax.Array:
     """Returns the scores f32[T, N] of positions with the keys f[T, N, D]."""
     q, keys = index.q.astype(jnp.float32), keys.astype(jnp.float32)
@@ -33,36 +40,44 @@ def scores_of(index: IndexQueries, keys: jax.Array) -> jax.Array:
     return jnp.einsum("thn,th->tn", jax.nn.relu(of_heads), index.weights, precision=lax.Precision.HIGHEST)
 
 
+def choose(
+    index: IndexQueries, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows, *, head_size: int
+) -> ChosenPositions:
+    """Chooses among the positions that each query sees, over pages that hold this step's keys of `head_size` already.
+
+    The first numbers of a key, as many as those of a query of the index, are its key there.
+    """
+    pages = _IndexedPages(kv_pages, layer, index.q.shape[-1], head_size)
+    positions = jnp.where(rows.is_real(), rows.positions, -1)
+
+    def choose_tile(index_q: jax.Array, weights: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
+        best = IndexQueries(index_q, weights, index.top_k)
+        chosen, is_chosen = pages.best(best, rows.page_table[row], position)
+        return jnp.where(is_chosen, chosen, -1)
+
+    return ChosenPositions(_over_tiles(choose_tile, index.q, index.weights, rows.token_rows, positions))
+
+
 def attend(
     q: jax.Array,
-    index: IndexQueries,
+    chosen: ChosenPositions,
     kv_pages: jax.Array,
     layer: jax.Array | int,
     rows: RaggedRows,
     *,
     scale: float,
     latent_size: int,
+    index_size: int,
 ) -> jax.Array:
     """Attends with q f[T, H, D] over pages of one KV head, which hold this step's keys already: f[T, H, latent_size].
 
-    The first numbers of a key, as many as those of a query of the index, are its key there; those of q are not read.
+    The first `index_size` numbers of q and of a key are not read.
     """
-    num_tokens, index_size = len(q), index.q.shape[-1]
-    tile = min(TILE_QUERIES, num_tokens)
-    padding = -num_tokens % tile
-    positions = jnp.where(rows.is_real(), rows.positions, -1)
-    indexed = _IndexedPages(kv_pages, layer, index_size, q.shape[-1])
+    pages = _IndexedPages(kv_pages, layer, index_size, q.shape[-1])
 
-    def tiles(x: jax.Array, value: int = 0) -> jax.Array:
-        widths = ((0, padding), *[(0, 0)] * (x.ndim - 1))
-        return jnp.pad(x, widths, constant_values=value).reshape(-1, tile, *x.shape[1:])
-
-    def attend_tile(given: tuple[jax.Array, ...]) -> jax.Array:
-        q, index_q, weights, row, position = given
-        table = rows.page_table[row]
-        best = IndexQueries(index_q, weights, index.top_k)
-        chosen, is_chosen = indexed.best(best, table, position)
-        kv = jnp.where(is_chosen[..., None], indexed.rows_at(table, chosen), 0)
+    def attend_tile(q: jax.Array, chosen: jax.Array, row: jax.Array) -> jax.Array:
+        is_chosen = chosen >= 0
+        kv = jnp.where(is_chosen[..., None], pages.rows_at(rows.page_table[row], jnp.maximum(chosen, 0)), 0)
         logits = jnp.einsum("thd,tkd->thk", q * jnp.asarray(scale, q.dtype), kv, preferred_element_type=jnp.float32)
         logits = jnp.where(is_chosen[:, None], logits, MASKED)
         shares = jnp.where(is_chosen[:, None], jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
@@ -70,9 +85,23 @@ def attend(
         values = kv[..., -latent_size:]
         return jnp.einsum("thk,tkv->thv", shares.astype(kv.dtype), values, preferred_element_type=jnp.float32)
 
-    parts = q[..., index_size:], index.q, index.weights, rows.token_rows
-    out = lax.map(attend_tile, (*map(tiles, parts), tiles(positions, -1)))
-    return out.reshape(-1, *out.shape[2:])[:num_tokens].astype(q.dtype)
+    return _over_tiles(attend_tile, q[..., index_size:], chosen.positions, rows.token_rows).astype(q.dtype)
+
+
+def _over_tiles(compute: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Returns what `compute` returns for each query, of arrays [T, ..], of which it is given a few queries at a time.
+
+    What it computes for the queries of padding, which are copies of the last one, is left out.
+    """
+    num_tokens = len(arrays[0])
+    tile = min(TILE_QUERIES, num_tokens)
+
+    def tiles(x: jax.Array) -> jax.Array:
+        widths = ((0, -num_tokens % tile), *[(0, 0)] * (x.ndim - 1))
+        return jnp.pad(x, widths, mode="edge").reshape(-1, tile, *x.shape[1:])
+
+    out = lax.map(lambda given: compute(*given), tuple(map(tiles, arrays)))
+    return out.reshape(-1, *out.shape[2:])[:num_tokens]
 
 
 class _IndexedPages(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention of one sequence over itself, dense: the plainest `attend` there is, to check the decoder with."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import StateMemory
 from pallas_kernels.ragged_paged_attention import IndexQueries
 from sharding.axis import ALONE, ModelAxis
+
+_CHOICE = "what the last index has chosen"
 
 
 def dense_attend(
@@ -25,7 +27,7 @@ def dense_attend(
     soft_cap: float | None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
-    index: IndexQueries | None = None,
+    index: IndexQueries | Literal["last"] | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers
     have keys and values of their own."""
@@ -35,7 +37,7 @@ def dense_attend(
         v = k[..., -given.memory.latent_size :]
     elif isinstance(kv, dict) and _key(given) in kv:
         kv = kv | {_key(given): (k, v)}
-    index_keys = k[:, 0, : 0 if index is None else index.q.shape[-1]]
+    index_keys = k[:, 0, : index.q.shape[-1] if isinstance(index, IndexQueries) else 0]
     G = q.shape[1] // k.shape[1]
     dtype = q.dtype
     q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, G, axis=1), jnp.repeat(v, G, axis=1)))
@@ -49,12 +51,16 @@ def dense_attend(
     if isinstance(given.memory, KeysAndValues) and given.memory.chunk is not None:
         chunk = jnp.arange(len(q)) // given.memory.chunk
         seen &= chunk[:, None] == chunk[None]
-    if index is not None:
+    if isinstance(index, IndexQueries):
         keys = index_keys.astype(jnp.float32)
         of_heads = jax.nn.relu(jnp.einsum("thd,nd->thn", index.q.astype(jnp.float32), keys))
         counts = jnp.where(seen, (of_heads * index.weights[..., None]).sum(1), -jnp.inf)
         least = jnp.sort(counts, axis=-1)[:, -min(index.top_k, len(keys))]
         seen &= counts >= least[:, None]
+        if isinstance(kv, dict) and _CHOICE in kv:
+            kv = kv | {_CHOICE: seen}
+    elif index == "last":
+        seen = kv[_CHOICE]
     scores = jnp.where(seen, scores, -jnp.inf)
     if sinks is not None:
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))], axis=-1)
@@ -74,8 +80,9 @@ def dense_recur(kv: Any, given: LayerInput, weights: Any, tokens: Any) -> Any:
 def dense_cache(spec: ModelSpec, num_tokens: int) -> dict[str, tuple[jax.Array, jax.Array]]:
     """The keys and values of the last layer of each kind that others read. The layers between have another kind."""
     read = [spec.layers[layer.reads].memory for layer in spec.layers if layer.reads is not None]
+    choice = {} if spec.shared_choice is None else {_CHOICE: jnp.zeros((num_tokens, num_tokens), bool)}
     zeros = {repr(of): jnp.zeros((num_tokens, of.num_kv_heads, of.head_size)) for of in read}
-    return {key: (array, array) for key, array in zeros.items()}
+    return {key: (array, array) for key, array in zeros.items()} | choice
 
 
 def _key(given: LayerInput) -> str:

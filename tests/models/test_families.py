@@ -303,6 +303,10 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
     old = without(llama, "rope_parameters") | {"rope_theta": parameters.pop("rope_theta")}
     old["rope_scaling"] = without(parameters, "rope_type") | {"type": "llama3"}
     assert model_spec(old) == model_spec(llama)
+    glm = Fixture.load("glm_moe_dsa").config
+    types, period = ["full", "full", "shared", "shared"], {"index_topk_freq": 3, "index_skip_topk_offset": 2}
+    for same in ({"indexer_types": types}, period):
+        assert model_spec(without(glm, "index_topk_pattern") | same) == model_spec(glm)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +341,8 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("gemma3n", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern must be .* a list of 7, not"),
         ("bailing_hybrid", {"kda_lower_bound": 1}, "kda_lower_bound must be a number below 0, not 1"),
         ("longcat_flash", {"zero_expert_type": "copy"}, "zero_expert_type = 'copy' is not supported"),
+        ("glm_moe_dsa", {"index_topk_pattern": "SFSS"}, "layer 0 must have an index of its own"),
+        ("glm_moe_dsa", {"index_topk_pattern": "FFSX"}, "must be a text of 4 letters F and S, not 'FFSX'"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "not in bfloat16. Take a checkpoint of"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm = True"),

@@ -136,10 +136,13 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
-    fixture = Fixture.load("gemma4")
-    spec = model_spec(fixture.config)
-    with pytest.raises(ValueError, match="read another layer's keys and values, or have embeddings of their own"):
-        Spread(spec, 1, 2)
+    for name in ("gemma4", "glm_moe_dsa"):
+        with pytest.raises(
+            ValueError, match="keys and values, or what its index has chosen, or have embeddings of their"
+        ):
+            Spread(model_spec(Fixture.load(name).config), 1, 2)
+    with pytest.raises(ValueError, match="layers in pairs cannot be divided among stages"):
+        Spread(model_spec(Fixture.load("longcat_flash").config), 1, 2)
     keys = model_spec(Fixture.load("gemma4-keys").config)
     assert Spread(keys, 1, 2).parts[0].layers == keys.layers[:3]
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, IndexQueries, RaggedRows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    NO_WINDOW,
+    IndexQueries,
+    RaggedRows,
+    choose_positions,
+    ragged_paged_attention,
+)
 from tests.pallas_kernels.attention_call import BACKENDS
 
 HEADS, INDEX_HEADS, INDEX_SIZE, ROPE, LATENT, PAGE, LAYERS = 5, 3, 6, 4, 12, 16, 2
@@ -62,6 +68,15 @@ def test_the_chosen_positions_are_seen_and_no_others(top_k: int, backend: Backen
         index = IndexQueries(index_q, weights, top_k)
         return partial(ragged_paged_attention, **options)(q, k, None, pages, 1, rows, index=index)[0]
 
-    out = np.asarray(call(q, index_q, weights, k, pages))
-    assert np.isfinite(out).all()
-    np.testing.assert_allclose(out[:token], expected[:token], atol=2e-5)
+    @jax.jit
+    def call_after_choosing(
+        q: jax.Array, index_q: jax.Array, weights: jax.Array, k: jax.Array, pages: jax.Array
+    ) -> jax.Array:
+        index = IndexQueries(index_q, weights, top_k)
+        chosen, pages = choose_positions(k, pages, 1, rows, index, latent_size=LATENT, backend=backend)
+        return partial(ragged_paged_attention, **options)(q, None, None, pages, 1, rows, index=chosen)[0]
+
+    for attend in (call, call_after_choosing):
+        out = np.asarray(attend(q, index_q, weights, k, pages))
+        assert np.isfinite(out).all()
+        np.testing.assert_allclose(out[:token], expected[:token], atol=2e-5)

@@ -1,7 +1,7 @@
 """Drafts by a small network: it guesses a token, takes the guess for granted, and guesses the next one."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +182,9 @@ class AutoregressiveProposer:
             soft_cap: float | None,
             sinks: jax.Array | None = None,
             slopes: jax.Array | None = None,
-            index: IndexQueries | None = None,
+            index: IndexQueries | Literal["last"] | None = None,
         ) -> tuple[jax.Array, jax.Array]:
+            assert index != "last", "a head has no layer before its own"
             options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
             options |= {"index": index, "plan": plan, "backend": backend}
             return memory.attend(kv, given.number, rows, q, k, v, window, **options)
