@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.experts import first_slots
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout, Params, build, declaration
 from jaxvllm.models.spread import Spread
@@ -73,9 +74,14 @@ def assemble(
     """
     first_layer = stage * spread.stage_layers
 
+    def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
+        if decl.storage != "slots":
+            return parts(name, decl, layer)
+        return iter([jax.device_put(first_slots(*decl.shape), sharding_of(decl))])
+
     def leaf(name: str, decl: ParamDecl, layers: tuple[int, ...] | None) -> Any:
         if layers is None or layout == "separate":
-            [array] = parts(name, decl, layers[0] if layers else None)
+            [array] = parts_of(name, decl, layers[0] if layers else None)
             return jax.block_until_ready(forms.kept(array, decl, layers is not None, sharding_of))
 
         def zeros(decl: ParamDecl) -> jax.Array:
@@ -91,7 +97,7 @@ def assemble(
             if first_layer + layer >= spread.spec.num_layers:
                 break  # layers of zeros follow
             first = 0
-            for part in parts(name, decl, first_layer + layer):
+            for part in parts_of(name, decl, first_layer + layer):
                 kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
                 at = np.int32(i), np.int32(first)
                 held = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]

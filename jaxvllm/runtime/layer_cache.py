@@ -10,19 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_input import LayerInput, Scalar
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
+from jaxvllm.runtime.expert_loads import counted
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import IndexQueries, RaggedRows
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
 type TakenIn = dict[int, Token]
-# What the layers pass on: the pages of each group, and what their states did not take in yet.
-type Kept = tuple[KVCachePages, TakenIn]
+# What the layers pass on: the pages of each group, what their states did not take in yet, and the loads of experts.
+type Kept = tuple[KVCachePages, TakenIn, jax.Array | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,14 @@ class LayerCache:
                 each = len(group.layers), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
-        return self.pages, taken
+        loads = None if (shape := self.shape.loads(self.spec)) is None else shape.zeros()
+        return self.pages, taken, loads
+
+    def count(self, kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
+        """Counts the experts i32[T, k] that the tokens of the step have chosen in layer `number`."""
+        pages, taken, loads = kept
+        assert loads is not None, "nobody counts loads"
+        return pages, taken, counted(loads, chosen, self.rows.is_real(), number)
 
     def attend(
         self,
@@ -116,7 +124,7 @@ class LayerCache:
         index: IndexQueries | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
-        pages, taken = kept
+        pages, taken, loads = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, KeysAndValues), "attention keeps keys and values"
         out, own = memory.attend(
@@ -134,22 +142,23 @@ class LayerCache:
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )
-        return out, (_replaced(pages, number, own), taken)
+        return out, (_replaced(pages, number, own), taken, loads)
 
     def recur(
         self, kept: Kept, given: LayerInput, weights: Mapping[str, jax.Array], tokens: Token
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Recur`."""
-        pages, taken = kept
+        pages, taken, loads = kept
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
         place = self._place(number, given)
         where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
-            return out, (_replaced(pages, number, own), taken)
+            return out, (_replaced(pages, number, own), taken, loads)
         out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
-        return out, (pages, taken | {number: jax.tree.map(lambda x, new: x.at[place].set(new), taken[number], seen)})
+        taken = taken | {number: jax.tree.map(lambda x, new: x.at[place].set(new), taken[number], seen)}
+        return out, (pages, taken, loads)
 
     def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:
         """Lets the states of all layers take in the first `counts` i32[R] tokens of each row, of those in `taken`."""

@@ -45,7 +45,9 @@ class StepModel:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states", "taken"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads"],
+    meta_fields=[],
 )
 @dataclass(frozen=True)
 class Computed:
@@ -56,6 +58,7 @@ class Computed:
     hidden: jax.Array  # f[T, E], after the final norm
     states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
     taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
+    loads: jax.Array | None = None  # u32[L, X]: tokens that have chosen each expert, where they are counted
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -99,21 +102,24 @@ def compute(
     def run(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, jax.Array, Kept]:
         cache = LayerCache(shard, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
         begin, ways = cache.begin, (cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real())
-        return run_layers(params, shard, x, rows.positions, begin, *ways)
+        count = cache.count if model.shape.counts_loads else None
+        return run_layers(params, shard, x, rows.positions, begin, *ways, count)
 
     taken: TakenIn = {}
+    loads = None
     if model.pipeline.stages.size == 1:
-        x, states, (own_pages, taken) = run(x, with_tables, own_pages)
+        x, states, (own_pages, taken, loads) = run(x, with_tables, own_pages)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
+        assert not model.shape.counts_loads, "a stage would count the loads of its own layers alone"
 
         def layers(x: jax.Array, rows: RaggedRows, pages: KVCachePages) -> tuple[jax.Array, KVCachePages]:
-            x, _, (pages, _) = run(x, rows, pages)
+            x, _, (pages, *_) = run(x, rows, pages)
             return x, pages
 
         x, own_pages = model.pipeline.run(layers, x, with_tables, own_pages, model.axis)
         states = jnp.zeros((0, *x.shape), x.dtype)
-    return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
+    return Computed(rows, token_ids, final_norm(params, shard, x), states, taken, loads), (*own_pages, *others)
 
 
 def commit(
