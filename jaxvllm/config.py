@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
+from jaxvllm.core.eplb_config import EplbConfig
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.policy import POLICIES
@@ -54,6 +55,10 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
     enable_expert_parallel: bool = False  # each device of a model has some experts whole, and not a part of each
+    enable_eplb: bool = False  # experts move between devices while the engine serves, by how many tokens choose them
+    # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
+    eplb_config: str | None = None
+    count_expert_loads: bool = False  # count how many tokens choose each expert, which enable_eplb does anyhow
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
@@ -153,6 +158,16 @@ class EngineConfig:
             object.__setattr__(self, "kv_events_config", str(KVEventsConfig.read(self.kv_events_config)))
             if self.kv_events is not None and not self.enable_prefix_caching:
                 raise ValueError("kv_events_config tells what is cached, and enable_prefix_caching is off: change one")
+        if self.eplb_config is not None:
+            object.__setattr__(self, "eplb_config", str(EplbConfig.read(self.eplb_config)))
+            if not self.enable_eplb:
+                raise ValueError("eplb_config says how experts move, and enable_eplb is off: set it, or leave this out")
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("enable_eplb moves whole experts between devices: set enable_expert_parallel, too")
+        if self.counts_loads and (self.has_others or MeshShape.parse(str(self.mesh)).stages > 1):
+            raise NotImplementedError(
+                "enable_eplb and count_expert_loads are for an engine of one process and a mesh of DxM: leave them out"
+            )
         check_ranges(self, written_as_flags=False)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
@@ -184,6 +199,18 @@ class EngineConfig:
                 f"{why}, and drafts of a model or head are not supported there: use the method ngram or suffix, "
                 f"{way_out}"
             )
+
+    @property
+    def counts_loads(self) -> bool:
+        """Whether it is counted how many tokens choose each expert."""
+        return self.count_expert_loads or self.enable_eplb
+
+    @property
+    def eplb(self) -> EplbConfig | None:
+        """The way in which experts move by load, or None if they do not."""
+        if not self.enable_eplb:
+            return None
+        return EplbConfig() if self.eplb_config is None else EplbConfig.read(self.eplb_config)
 
     @property
     def has_others(self) -> bool:

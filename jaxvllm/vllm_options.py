@@ -18,6 +18,7 @@ ALIASES: Mapping[str, str] = {
     "override_pooler_config": "pooler_config",
     "num_gpu_blocks_override": "num_pages",
     "max_num_queued_reqs": "max_num_queued_requests",
+    "eplb": "enable_eplb",
 }
 
 
@@ -102,7 +103,7 @@ _KERNELS = "kernels are chosen for the device and the shapes"
 _SCHEDULING = "the scheduler decides this itself, and it changes no answer"
 _METRICS = "/metrics and the log have what there is to tell, without being asked"
 _TEXT_ONLY = "the models that run here read text only"
-_FIXED_EXPERTS = "each expert has one place, and nothing reports which were chosen"
+_FIXED_EXPERTS = "experts are loaded one after the other, and --enable-eplb moves them"
 _NO_STATES = "models with recurrent states are not supported yet"
 _IN_PAGES = "keys and values stay on the device, and a request that loses its pages is computed again"
 _ONE_PROCESS = "one process drives all devices of its host"
@@ -228,7 +229,7 @@ OPTIONS: Mapping[str, Option] = {
         Unneeded(_NO_STATES, "nothing"),
         "enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint use_replayssm",
     ),
-    **_each(Unneeded(_FIXED_EXPERTS), "expert_placement_strategy eplb_config elastic_ep_max_dp_size"),
+    **_each(Unneeded(_FIXED_EXPERTS), "expert_placement_strategy elastic_ep_max_dp_size"),
     "enable_ep_weight_filter": Unneeded(_FIXED_EXPERTS, "nothing"),
     **_each(Unneeded(_LORA), "max_loras max_lora_rank max_cpu_loras lora_dtype max_lora_cls_labels"),
     **_each(
@@ -290,7 +291,7 @@ OPTIONS: Mapping[str, Option] = {
         Refused("this server chooses among its own replicas", "nothing"),
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    **_each(Refused(f"{_FIXED_EXPERTS}", "nothing"), "enable_eplb enable_return_routed_experts"),
+    "enable_return_routed_experts": Refused("loads of experts are told, and not the choices of each token", "nothing"),
     **_each(Refused(f"{_LORA}", "nothing"), "enable_lora"),
     **_each(Refused(f"{_LORA}", "values"), "lora_modules lora_target_modules"),
     "default_mm_loras": Refused(f"{_LORA}"),

@@ -22,6 +22,25 @@ class ModelAxis:
         """Returns the sum over all devices on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.psum(x, MODEL)
 
+    def sum_terms(self, terms: jax.Array) -> jax.Array:
+        """Returns the sums f32[T, E] over terms f32[T, N, E], each of which all devices but one have as 0.
+
+        No bit depends on which device has a term. Float sums would: so the terms of a row become integers, whose sum is
+        exact, in units of a power of two. With up to 64 terms the largest one keeps all of its 24 bits. A row with a
+        term that is no finite number is NaN.
+        """
+        num_bits = 30 - (terms.shape[1] - 1).bit_length()
+        exponents = (jax.lax.bitcast_convert_type(terms, jnp.int32) >> 23) & 0xFF  # biased; 255: no finite number
+        largest = exponents.max((1, 2))
+        if self.size > 1:
+            largest = jax.lax.pmax(largest, MODEL)
+        is_finite, largest = largest < 0xFF, jnp.clip(largest, num_bits, 0xFE)
+        # Each term is below 2**(largest - 126), and becomes an integer below 2**num_bits.
+        scale = _power_of_two(num_bits + 126 - largest)[:, None, None]
+        total = self.sum(jnp.round(terms * scale).astype(jnp.int32).sum(1))
+        unit = _power_of_two(largest - 126 - num_bits)[:, None]
+        return jnp.where(is_finite[:, None], total.astype(jnp.float32) * unit, jnp.nan)
+
     def mean(self, x: jax.Array) -> jax.Array:
         """Returns the mean over all devices on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.pmean(x, MODEL)
@@ -74,6 +93,11 @@ class ModelAxis:
     def _padded(self, x: jax.Array) -> jax.Array:
         """Repeats rows of `x` until they divide over the devices."""
         return jnp.pad(x, ((0, -len(x) % self.size), *((0, 0),) * (x.ndim - 1)), mode="edge")
+
+
+def _power_of_two(exponents: jax.Array) -> jax.Array:
+    """Returns 2**exponents, f32 of i32 from -126 to 127, exactly."""
+    return jax.lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
 ALONE = ModelAxis()

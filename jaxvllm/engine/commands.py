@@ -48,6 +48,19 @@ class ShowPages(EngineCommand[list[PoolView]], frozen=True):
         return [*chain.from_iterable(answers)]
 
 
+class ShowExpertLoads(EngineCommand[dict[int, list[int]]], frozen=True):
+    """Asks how many tokens have chosen each expert, by the number of the layer: see `Engine.expert_loads`."""
+
+    answers: ClassVar[type] = dict[int, list[int]]
+
+    def run(self, engine: "Engine") -> dict[int, list[int]]:
+        return {layer: loads.tolist() for layer, loads in engine.expert_loads().items()}
+
+    def joined(self, answers: Sequence[dict[int, list[int]]]) -> dict[int, list[int]]:
+        first = answers[0]  # engines have one model
+        return {layer: [*map(sum, zip(*(one[layer] for one in answers), strict=True))] for layer in first}
+
+
 class ResetPrefixCache(EngineCommand[bool], frozen=True):
     """Makes replicas forget every cached prefix: see `Engine.reset_prefix_cache`."""
 
@@ -85,4 +98,4 @@ class UpdateWeights(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
-type AnyCommand = ShowPages | ResetPrefixCache | UpdateWeights
+type AnyCommand = ShowPages | ShowExpertLoads | ResetPrefixCache | UpdateWeights

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
@@ -38,6 +39,7 @@ from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.models.experts import num_experts
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.text.bad_words import read_bad_words
@@ -77,6 +79,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory
         self.vocab_size = parts.spec.vocab_size
+        self._num_experts = num_experts(parts.spec)
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self.pooler = parts.pooler
@@ -88,7 +91,7 @@ class Engine:
         depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
         of_replicas = zip(parts.runners, parts.traffic, publishers, strict=True)
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth)
+            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth, config.eplb)
             for i, (runner, traffic, publisher) in enumerate(of_replicas)
         )
         self.outputs = self._make_outputs()
@@ -347,6 +350,7 @@ class Engine:
         traffics = [replica.traffic for replica in self.replicas if replica.traffic is not None]
         drafted = np.sum([replica.num_drafted for replica in self.replicas], axis=0)
         accepted = np.sum([replica.num_accepted for replica in self.replicas], axis=0)
+        balancers = [replica.balancer for replica in self.replicas if replica.balancer is not None]
         return EngineStats(
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_prompt_tokens=self._num_prompt_tokens,
@@ -372,7 +376,27 @@ class Engine:
             num_draft_tokens=int(drafted.sum()),
             num_accepted_tokens=int(accepted.sum()),
             num_accepted_per_pos=tuple(accepted.tolist()),
+            num_expert_placements=sum(balancer.num_placements for balancer in balancers),
+            mean_expert_load=round(sum(balancer.mean_load for balancer in balancers)),
+            most_expert_load=round(sum(balancer.most_load for balancer in balancers)),
         )
+
+    def expert_loads(self) -> dict[int, NDArray[np.int64]]:
+        """Returns how many tokens have chosen each expert since the start, i64[experts], by the number of the layer.
+
+        It waits for the steps that were dispatched, and tokens that were computed for nothing count too. Raises
+        ValueError for an engine that does not count them.
+        """
+        meters = [replica.load_meter for replica in self.replicas if replica.load_meter is not None]
+        if not meters:
+            raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
+        self._ready()
+        for meter in meters:
+            meter.take()
+        for meter in meters:
+            meter.read()
+        total = np.sum([meter.total for meter in meters], axis=0)
+        return {layer: total[layer, :count] for layer, count in self._num_experts.items()}
 
     def take_reports(self) -> list[StepReport]:
         """Returns reports of the steps read since the last call: at most the `MAX_REPORTS` latest of each replica."""
@@ -405,7 +429,8 @@ class Engine:
 
         `weights` are arrays by their names in a checkpoint, a tree like `Engine.weights`, whose arrays are used as
         they are where they are in place, or the directory of a checkpoint of this model. The whole model must fit a
-        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again.
+        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again. With
+        `enable_eplb` the arrays of experts in a tree are gone as soon as experts move.
         Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
         NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
         """
@@ -419,6 +444,9 @@ class Engine:
         new = new_weights(weights, [runner.params for runner in runners], self._read_weights)
         for runner, params in zip(runners, new, strict=True):
             runner.replace_params(params)
+        for replica in self.replicas:
+            if replica.balancer is not None:
+                replica.balancer.place_all()
         self._has_first_weights = False
         self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
 

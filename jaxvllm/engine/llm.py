@@ -7,6 +7,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
@@ -194,6 +196,10 @@ class LLM:
                 f"replica {replica} is not one of the {count} of mesh {self.config.mesh}: they count from 0"
             )
         return PoolView.take(self.engine.replicas[replica].scheduler)
+
+    def expert_loads(self) -> dict[int, NDArray[np.int64]]:
+        """Returns how many tokens have chosen each expert: see `Engine.expert_loads`."""
+        return self.engine.expert_loads()
 
     def wait_until_compiled(self) -> None:
         """Waits until every bucket is compiled. Nothing compiles afterwards."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxvllm.core.eplb_config import EplbConfig
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
@@ -56,11 +58,12 @@ class Replica:
         traffic: PageTraffic | None = None,
         publisher: KVEventPublisher | None = None,
         depth: int = DEPTH,
+        eplb: EplbConfig | None = None,
     ):
         """Makes the scheduler. A program of several decode steps may take `burst_seconds`.
 
         `traffic` moves pages to and from other places. `depth` is the number of steps on the device before the host
-        must have read the oldest's output.
+        must have read the oldest's output. With `eplb` experts move by load.
         """
         self.index = index
         self._depth = depth
@@ -78,6 +81,10 @@ class Replica:
         self.num_bucket_rows = 0
         self.num_padding_rows = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
+        self.load_meter = None if runner.load_shape is None else LoadMeter(runner)
+        self.balancer: ExpertBalancer | None = None
+        if eplb is not None and self.load_meter is not None:
+            self.balancer = ExpertBalancer(eplb, runner, self.load_meter)
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_UnderWay[InFlight]] = deque()
         self._held: _UnderWay[HeldStep] | None = None  # after all that are in flight
@@ -125,6 +132,8 @@ class Replica:
         num_decoding = self.scheduler.num_decoding
         num_decode_steps, num_drafts = self._pace_of_step(num_decoding)
         self._move_pages()
+        if self.balancer is not None:
+            self.balancer.between_steps(self.num_steps)
         plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
         if plan is not None:
             self._count_prefixes(plan)
@@ -282,6 +291,10 @@ class Replica:
         self.is_due = False
         if self.traffic is not None:
             self.traffic.drop()
+        if self.load_meter is not None:
+            self.load_meter.drop()
+        if self.balancer is not None:
+            self.balancer.drop()
         if self._publisher is None:
             self.scheduler = self._make_scheduler(None)
         else:

@@ -11,7 +11,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.models import checkpoint
-from jaxvllm.models.experts import by_expert
+from jaxvllm.models.experts import by_expert, num_experts
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout
@@ -41,6 +41,7 @@ class ResolvedConfig:
     page_dtype: jnp.dtype
     quantization: str | None  # of the layers' matrices
     takes_side_inputs: bool
+    counts_loads: bool  # of experts
 
     @classmethod
     def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
@@ -52,7 +53,10 @@ class ResolvedConfig:
         read = config.overridden(hf_config)
         # The length goes into the spec because some RoPE scalings depend on it.
         spec = model_spec(read, config.max_model_len)
-        spec = by_expert(spec) if config.enable_expert_parallel else spec
+        if config.enable_expert_parallel:
+            spec = by_expert(spec, None if config.eplb is None else config.eplb.num_redundant_experts)
+        if config.count_expert_loads and not num_experts(spec):
+            raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
         dtype = _dtype(config, read, platform)
         if config.enable_prompt_embeds and spec.layer_embedding is not None:
             raise NotImplementedError(
@@ -77,6 +81,7 @@ class ResolvedConfig:
             page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
             quantization=config.quantization,
             takes_side_inputs=config.enable_prompt_embeds,
+            counts_loads=config.counts_loads,
         )
 
     def forms(self, backend: Backend, num_devices: int) -> Forms:
@@ -103,6 +108,7 @@ class ResolvedConfig:
             has_index=proposer is not None and proposer.reads_index,
             has_drafts=proposer is not None,
             side=self._side_shape,
+            counts_loads=self.counts_loads,
         )
 
     @property

@@ -31,6 +31,9 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # draft tokens that were what was sampled
     num_accepted_per_pos: tuple[int, ...] = ()  # the same by their position among the drafts of a row
+    num_expert_placements: int = 0  # times that experts of a layer were moved by load
+    mean_expert_load: int = 0  # of a device in what was measured to move them, in tokens that chose an expert
+    most_expert_load: int = 0  # the same of the busiest device of each layer
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.attention import Attention
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.ffn import Ffn
+from jaxvllm.models.ffn import ChoosingFfn, Ffn
 from jaxvllm.models.laurel import Laurel
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.layer_input import LayerInput
@@ -100,8 +100,9 @@ class Block:
 
     def spread(self, size: int) -> Self:
         """Returns the same layer with sizes that divide over `size` devices."""
+        ffn = None if self.ffn is None else self.ffn.spread(size)
         beside = None if self.beside is None else self.beside.spread(size)
-        return replace(self, attention=self.attention.spread(size), beside=beside)
+        return replace(self, attention=self.attention.spread(size), ffn=ffn, beside=beside)
 
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes. The sizes must divide already."""
@@ -177,7 +178,8 @@ class Block:
             with jax.named_scope("ffn"):
                 if self.placement != "parallel":
                     h = self._normed(weights, "ffn_norm", before if self.placement == "twin" else x)
-                x = x + self._added(weights, "ffn_post_norm", self.ffn.apply(weights, h, given))
+                out, kv = _fed(self.ffn, weights, h, kv, given)
+                x = x + self._added(weights, "ffn_post_norm", out)
         return x, kv, h
 
     def _of_embedding(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
@@ -194,3 +196,11 @@ class Block:
         """Returns the values that attention or FFN adds to the hidden state."""
         x = self._normed(weights, post_norm, x)
         return x if self.residual_scale == 1 else x * jnp.asarray(self.residual_scale, x.dtype)
+
+
+def _fed(ffn: Ffn, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
+    """Returns what an FFN makes of x [T, E], and the cache, in which what tokens choose is counted."""
+    if given.count is None or not isinstance(ffn, ChoosingFfn):
+        return ffn.apply(weights, x, given), kv
+    out, chosen = ffn.apply_choosing(weights, x, given)
+    return out, given.count(kv, chosen)

@@ -97,11 +97,12 @@ def run_layers[Kv](
     embeddings: jax.Array | None = None,
     recur: Recur[Kv] = no_recur,
     is_real: jax.Array | None = None,
+    count: Callable[[Kv, jax.Array, Scalar], Kv] | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache.
 
     A token with several states has the first of them there. `is_real` bool[T] is False for padding, which may be
-    computed or not.
+    computed or not. `count` gets the experts i32[T, k] that tokens have chosen, and the number of the layer.
     """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
@@ -130,6 +131,7 @@ def run_layers[Kv](
             window,
             is_real,
             None if embeddings is None else embeddings[number],
+            None if count is None else lambda kv, chosen: count(kv, chosen, number),
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:

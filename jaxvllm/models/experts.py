@@ -10,10 +10,11 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.expert_router import ExpertRouter
-from jaxvllm.models.ffn import Ffn, GatedFfn
+from jaxvllm.models.ffn import ChoosingFfn, Ffn, GatedFfn
 from jaxvllm.models.forms.form import Gating
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
@@ -21,16 +22,22 @@ from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
+from sharding.axis import ALONE, ModelAxis
 
 _SHARED = "shared_"  # before the names of the arrays of the shared expert
+# The array that says where experts are, i32[experts, most copies]: their slots, and -1 after the last copy.
+SLOTS = "experts_slots"
 
 
 @dataclass(frozen=True)
-class ExpertsFfn:
+class ExpertsFfn(ChoosingFfn):
     """Gated experts of one size (arXiv 2101.03961), and perhaps one beside them through which every token goes.
 
     A device has a part of each expert or, with `is_by_expert`, some experts whole: then it computes the rows that have
     chosen one of these. Either way its output is its part of a sum, to which all devices contribute once.
+
+    With `num_redundant`, experts are in slots, of which there are so many more than experts. The array `SLOTS` says
+    which slots have copies of an expert, and may change from step to step. No bit of the output depends on it.
     """
 
     hidden_size: int
@@ -44,16 +51,29 @@ class ExpertsFfn:
     weighs_input: bool = False  # what an expert counts multiplies its input, and not its output (Llama 4)
     num_identities: int = 0  # the last experts of the router, which return their input (LongCat-Flash)
     is_by_expert: bool = False
+    num_redundant: int | None = None  # slots beyond one for each expert; None: an expert stays where it was loaded
     num_shards: int = 1  # devices that have a part of it
+    most_copies: int | None = None  # of an expert in slots; None: the arrays are those of a checkpoint, without slots
 
     def __post_init__(self) -> None:
         require_positive(self, "hidden_size size num_shards")
         assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
+        assert self.num_redundant is None or self.is_by_expert, "only whole experts have slots"
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether experts are in slots."""
+        return self.most_copies is not None
+
+    @property
+    def num_slots(self) -> int:
+        """The slots of all devices, or the experts where there are none."""
+        return self._num_real + ((self.num_redundant or 0) if self.has_slots else 0)
 
     @property
     def num_held(self) -> int:
         """The experts of which a device has matrices."""
-        return self._num_real // (self.num_shards if self.is_by_expert else 1)
+        return self.num_slots // (self.num_shards if self.is_by_expert else 1)
 
     @property
     def _num_real(self) -> int:
@@ -92,44 +112,71 @@ class ExpertsFfn:
         if self.shared is not None:
             decls |= {_SHARED + name: decl for name, decl in self.shared.declare().items()}
             decls |= self.shared_gate.declare("shared_gate") if self.is_shared_gated else {}
-        return decls
+        return decls | self._declare_slots()
+
+    def _declare_slots(self) -> dict[str, ParamDecl]:
+        if self.most_copies is None:
+            return {}
+        shape = (self.router.num_experts, self.most_copies)
+        return {SLOTS: ParamDecl(shape, (None, None), storage="slots", dtype="int32")}
 
     def problem(self, size: int) -> str | None:
         count, inner = self._num_real, self.size
-        if self.is_by_expert and count % size:
-            return f"{count} experts do not divide over {size} devices"
+        if self.is_by_expert and (count + (self.num_redundant or 0)) % size:
+            more = f" and {self.num_redundant} redundant ones" if self.num_redundant else ""
+            return f"{count} experts{more} do not divide over {size} devices"
         if not self.is_by_expert and inner % size:
             return f"experts of size {inner} do not divide over {size} devices"
         return None if self.shared is None else self.shared.problem(size)
+
+    def spread(self, size: int) -> Self:
+        if self.num_redundant is None:
+            return self
+        # A second copy on the same device would share nothing out.
+        return replace(self, most_copies=min(1 + self.num_redundant, size))
 
     def shard(self, size: int) -> Self:
         shared = None if self.shared is None else self.shared.shard(size)
         inner = self.size if self.is_by_expert else self.size // size
         return replace(self, size=inner, shared=shared, num_shards=size)
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+    def apply_choosing(
+        self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
+    ) -> tuple[jax.Array, jax.Array]:
         chosen, counts = self.router.choose(weights, x)
+        beside, together = self._axes_of_sums(given.axis)
         out = self._chosen(weights, x, chosen, counts, given)
         if self.shared is not None:
-            out = out + self._shared(weights, x, self.shared)
+            out = out + beside.sum(self._shared(weights, x, self.shared))
         if self.output_scale != 1:
             out = out * jnp.asarray(self.output_scale, out.dtype)
-        out = given.axis.sum(out)
+        out = together.sum(out)
         if self.num_identities:
             kept = jnp.where(chosen >= self._num_real, counts, 0).sum(-1, keepdims=True)
             out = out + (x.astype(jnp.float32) * kept).astype(out.dtype)
         if not self.bias:
-            return out
+            return out, chosen
         # Every device has all of these, and adds them once, after the sum.
         biases = weights[bias_of("experts_down")][chosen].astype(jnp.float32) * counts[..., None]
-        return out + biases.sum(1).astype(out.dtype)
+        return out + biases.sum(1).astype(out.dtype), chosen
+
+    def _axes_of_sums(self, axis: ModelAxis) -> tuple[ModelAxis, ModelAxis]:
+        """Returns the axis over which what stands beside the experts is summed alone, and that of the sum of all.
+
+        Experts in slots are summed over all devices already.
+        """
+        return (axis, ALONE) if self.has_slots else (ALONE, axis)
 
     def _chosen(
         self, weights: Mapping[str, Any], x: jax.Array, chosen: jax.Array, counts: jax.Array, given: LayerInput
     ) -> jax.Array:
-        """Returns this device's part of what the chosen experts return for x [T, E], without the shared one."""
+        """Returns this device's part of what the chosen experts return for x [T, E], without the shared one.
+
+        Where experts are in slots it is all of it.
+        """
         num_tokens, each = chosen.shape
-        own = chosen - given.axis.first(self.num_held) if self.is_by_expert else chosen
+        held = _slots_of(weights[SLOTS], chosen) if self.has_slots else chosen
+        own = held - given.axis.first(self.num_held) if self.is_by_expert else held
         is_here = (own >= 0) & (own < self.num_held)
         if given.is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
             is_here &= given.is_real[:, None]
@@ -147,7 +194,8 @@ class ExpertsFfn:
         # Each token adds up its experts in the order of its choice, whoever else is in the step.
         of_tokens = y[place].reshape(num_tokens, each, -1)
         counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
-        return jnp.where(is_here[..., None], counted, 0).sum(1).astype(x.dtype)
+        counted = jnp.where(is_here[..., None], counted, 0)
+        return (given.axis.sum_terms(counted) if self.has_slots else counted.sum(1)).astype(x.dtype)
 
     def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
         """Returns the inner features of rows that are sorted by expert."""
@@ -167,15 +215,44 @@ class ExpertsFfn:
         return out * jax.nn.sigmoid(self.shared_gate.apply(weights, "shared_gate", x))
 
 
-def by_expert(spec: ModelSpec) -> ModelSpec:
+def first_slots(num_experts: int, most_copies: int) -> np.ndarray:
+    """Returns the array `SLOTS` of experts that were just loaded: each has one copy, one after the other."""
+    slots = np.full((num_experts, most_copies), -1, np.int32)
+    slots[:, 0] = np.arange(num_experts)
+    return slots
+
+
+def _slots_of(slots: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Returns the slots i32[T, k] in which tokens find the experts `chosen` i32[T, k]; for `slots` see `SLOTS`.
+
+    Tokens take the copies of an expert in turn, by their places in the step.
+    """
+    num_copies = (slots >= 0).sum(-1, dtype=jnp.int32)
+    turns = jnp.arange(len(chosen), dtype=jnp.int32)[:, None]
+    return slots[chosen, turns % num_copies[chosen]]
+
+
+def num_experts(spec: ModelSpec) -> dict[int, int]:
+    """Returns how many experts each layer with experts has, by the number of the layer."""
+    ffns = {number: layer.ffn for number, layer in enumerate(spec.layers)}
+    return {number: ffn.router.num_experts for number, ffn in ffns.items() if isinstance(ffn, ExpertsFfn)}
+
+
+def by_expert(spec: ModelSpec, num_redundant: int | None = None) -> ModelSpec:
     """Returns the spec whose devices have some experts whole, instead of a part of each.
 
+    With `num_redundant` they are in slots, so many more than there are experts, and may move.
     Raises ValueError for a model without experts.
     """
-    if not any(isinstance(ffn, ExpertsFfn) for layer in spec.layers for ffn in (layer.ffn, layer.late)):
+    ffns = [ffn for layer in spec.layers for ffn in (layer.ffn, layer.late) if isinstance(ffn, ExpertsFfn)]
+    if not ffns:
         raise ValueError("enable_expert_parallel needs a model with experts, and this one has none: leave it out")
+    if num_redundant is not None and any(ffn.num_identities for ffn in ffns):
+        raise ValueError("enable_eplb moves matrices, and some experts of this model have none: leave it out")
 
     def of[Kind: Ffn | None](ffn: Kind) -> Kind:
-        return replace(ffn, is_by_expert=True) if isinstance(ffn, ExpertsFfn) else ffn
+        if not isinstance(ffn, ExpertsFfn):
+            return ffn
+        return replace(ffn, is_by_expert=True, num_redundant=num_redundant)
 
     return replace(spec, layers=tuple(replace(layer, ffn=of(layer.ffn), late=of(layer.late)) for layer in spec.layers))

@@ -38,13 +38,16 @@ class ExpertsBesideFfn(ExpertsFfn):
             decls |= self.norm.declare(name, (self.hidden_size,), ("embed",))
         return decls
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+    def apply_choosing(
+        self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
+    ) -> tuple[jax.Array, jax.Array]:
         assert self.shared is not None
         scale = weights["router_scale"] * self.hidden_size**-0.5
         chosen, counts = self.router.choose(weights, self.norm.over(x.astype(jnp.float32), scale))
         counts = counts * weights["router_counts"][chosen]
         experts = self._chosen(weights, self.norm.apply(weights, "experts_norm", x), chosen, counts, given)
         shared = self._shared(weights, self.norm.apply(weights, "shared_norm", x), self.shared)
-        experts, shared = given.axis.sum(jnp.stack([experts, shared]))
+        beside, together = self._axes_of_sums(given.axis)
+        experts, shared = together.sum(jnp.stack([experts, beside.sum(shared)]))
         experts = self.norm.apply(weights, "experts_post_norm", experts)
-        return self.norm.apply(weights, "shared_post_norm", shared) + experts
+        return self.norm.apply(weights, "shared_post_norm", shared) + experts, chosen

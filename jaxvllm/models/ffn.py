@@ -3,6 +3,7 @@
 A new kind of FFN is a class beside `GatedFfn`, in a module of its own, which a family's spec names.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
@@ -27,11 +28,28 @@ class Ffn(Protocol):
     def problem(self, size: int) -> str | None:
         """Returns why it cannot be spread over `size` devices, or None when it can."""
 
+    def spread(self, size: int) -> Self:
+        """Returns the same FFN with the arrays that `size` devices hold together."""
+
     def shard(self, size: int) -> Self:
         """Returns the part that each of `size` devices computes."""
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         """Returns the output [T, E] for x [T, E], summed over devices."""
+
+
+class ChoosingFfn(ABC):
+    """An FFN of many parts, the experts, of which each token chooses some."""
+
+    @abstractmethod
+    def apply_choosing(
+        self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the output of `apply`, and the numbers of the experts that each token has chosen, i32[T, k]."""
+
+    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+        """Returns the output [T, E] for x [T, E], summed over devices."""
+        return self.apply_choosing(weights, x, given)[0]
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,9 @@ class _SplitFfn:
 
     def problem(self, size: int) -> str | None:
         return f"an FFN of size {self.size} does not divide over {size} devices" if self.size % size else None
+
+    def spread(self, size: int) -> Self:
+        return self
 
     def shard(self, size: int) -> Self:
         return replace(self, size=self.size // size)

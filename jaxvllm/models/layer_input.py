@@ -1,6 +1,6 @@
 """`LayerInput`: the step as one layer sees it, beside the hidden states that the layer before it returned."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -81,3 +81,5 @@ class LayerInput:
     window: Scalar
     is_real: jax.Array | None = None  # bool[T]: False for padding; None: no token is padding
     embedding: jax.Array | None = None  # [T, P]: what the tokens mean to this layer alone, in models that have that
+    # Returns the cache in which the experts that tokens have chosen, i32[T, k], are counted. None: nobody counts them.
+    count: Callable[[Any, jax.Array], Any] | None = None

@@ -60,7 +60,7 @@ class PlainExpertsFfn(ExpertsFfn):
             decls |= self.narrow.declare("experts_narrow") | self.widen.declare("experts_widen")
         if self.beside is not None:
             decls |= {_BESIDE + name: decl for name, decl in self.beside.declare().items()}
-        return decls
+        return decls | self._declare_slots()
 
     def problem(self, size: int) -> str | None:
         return super().problem(size) or (None if self.beside is None else self.beside.problem(size))
@@ -68,17 +68,20 @@ class PlainExpertsFfn(ExpertsFfn):
     def shard(self, size: int) -> Self:
         return replace(super().shard(size), beside=None if self.beside is None else self.beside.shard(size))
 
-    def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
+    def apply_choosing(
+        self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
+    ) -> tuple[jax.Array, jax.Array]:
+        beside, together = self._axes_of_sums(given.axis)
         chosen, counts = self.router.choose(weights, x)
         narrow = x if self.latent_size is None else self.narrow.apply(weights, "experts_narrow", x)
         out = self._chosen(weights, narrow, chosen, counts, given)
         if self.latent_size is not None:
-            out = self.widen.apply(weights, "experts_widen", out)  # of this device's part: the sum comes last
+            out = self.widen.apply(weights, "experts_widen", out)  # mostly of this device's part: the sum comes last
         if self.beside is not None:
             of_beside = {name: weights[_BESIDE + name] for name in self.beside.declare()}
             h = activate(self.beside.up.apply(of_beside, "up", x), self.beside.activation)
-            out = out + project(h, of_beside["down"])
-        return given.axis.sum(out)
+            out = out + beside.sum(project(h, of_beside["down"]))
+        return together.sum(out), chosen
 
     def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
         assert isinstance(self.activation, str), "without a gate, only an activation can be applied"

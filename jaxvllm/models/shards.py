@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.experts import first_slots
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, most
 from jaxvllm.models.spread import Spread
@@ -72,9 +73,14 @@ def assemble(
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
     """
 
+    def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
+        if decl.storage != "slots":
+            return parts(name, decl, layer)
+        return iter([jax.device_put(first_slots(*decl.shape), sharding_of(decl))])
+
     def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
         if layers is None or layout == "separate":
-            [array] = parts(name, decl, layers[0][0] if layers else None)
+            [array] = parts_of(name, decl, layers[0][0] if layers else None)
             return jax.block_until_ready(forms.kept(array, decl, layers is not None, sharding_of))
 
         def zeros(decl: ParamDecl) -> jax.Array:
@@ -88,7 +94,7 @@ def assemble(
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
         for i, layer in enumerate(layers[stage]):
             first = 0
-            for part in parts(name, decl, layer):
+            for part in parts_of(name, decl, layer):
                 kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
                 at = np.int32(i), np.int32(first)
                 held = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]

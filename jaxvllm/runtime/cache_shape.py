@@ -16,6 +16,7 @@ from jaxvllm.models.layer_loops import known_windows
 from jaxvllm.models.layer_memory import PAGE_AXES, LayerMemory
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.expert_loads import LoadShape
 from jaxvllm.runtime.side_rows import SideShape
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
@@ -76,6 +77,7 @@ class CacheShape:
     has_index: bool = False  # whether the slot state has a suffix index
     has_drafts: bool = False  # whether there is a proposer
     side: SideShape | None = None  # of the store of side inputs
+    counts_loads: bool = False  # whether the slot state counts how many tokens have chosen each expert
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
@@ -218,7 +220,12 @@ class CacheShape:
         windows = tuple(group.window for group in self.groups(spec))
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
-        return SlotSizes(*sizes, windows, num_features, self.has_index, self.has_drafts, self.side)
+        drafts = num_features, self.has_index, self.has_drafts
+        return SlotSizes(*sizes, windows, *drafts, self.side, self.loads(spec))
+
+    def loads(self, spec: ModelSpec) -> LoadShape | None:
+        """Returns the shape of the loads of experts, or None where nobody counts them."""
+        return LoadShape.of(spec) if self.counts_loads else None
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
         """Returns the abstract slot state, which every device of `mesh` has whole."""

@@ -18,6 +18,7 @@ from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.conditional_loop import run_if
 from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
+from jaxvllm.runtime.expert_loads import with_loads
 from jaxvllm.runtime.proposers import Drafts, Known, Proposer, SeenStep
 from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
@@ -142,7 +143,7 @@ def _decode_once(
     tokens, best = draw(now.state, logits, slots, lengths, model)
     counts = is_alive.astype(jnp.int32)
     is_over = are_stops(now.state, tokens, slots, lengths)
-    state = now.state
+    state = with_loads(now.state, computed.loads)
     if proposer is not None:
         with jax.named_scope("see"):
             kv_pages, state = proposer.see(SeenStep(params, kv_pages, state, slots, model, computed, counts))
@@ -237,6 +238,7 @@ def _verify(
     token_ids = state["history"][token_slots, rows.positions]
     most = 1 + num_drafts
     computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths, most)
+    state = with_loads(state, computed.loads)
     logits = project_logits(params, model.shard, computed.hidden)
     next_positions = rows.positions + 1
     tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)

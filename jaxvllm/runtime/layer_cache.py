@@ -3,27 +3,40 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.layer_input import LayerInput
+from jaxvllm.models.layer_input import LayerInput, Scalar
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
+from jaxvllm.runtime.expert_loads import counted
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import ChosenPositions, IndexQueries, RaggedRows, must_choose
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
 type TakenIn = dict[int, Token]
-# What the layers pass on: the pages of each group, what their states did not take in yet, and the positions that the
-# last index has chosen, where a layer after its own reads them.
-type Kept = tuple[KVCachePages, TakenIn, ChosenPositions | None]
+
+
+class Kept(NamedTuple):
+    """What the layers of a step pass on.
+
+    pages: of each group
+    taken: what the states of layers did not take in yet
+    chosen: the positions that the last index has chosen, where a layer after its own reads them
+    loads: u32[L, X], how many tokens have chosen each expert of each layer, where they are counted
+    """
+
+    pages: KVCachePages
+    taken: TakenIn
+    chosen: ChosenPositions | None
+    loads: jax.Array | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +117,8 @@ class LayerCache:
                 each = len(self.pages[number]), len(self.rows.kv_lens), self.most_drafted, group.memory.num_kv_heads
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
-        return self.pages, taken, self._no_choice
+        loads = None if (shape := self.shape.loads(self.spec)) is None else shape.zeros()
+        return Kept(self.pages, taken, self._no_choice, loads)
 
     @cached_property
     def _no_choice(self) -> ChosenPositions | None:
@@ -113,6 +127,11 @@ class LayerCache:
         if top_k is None or not must_choose(top_k, self._rows_of[0], self.pages[0]):
             return None
         return ChosenPositions(jnp.full((len(self.rows.token_rows), top_k), -1, jnp.int32))
+
+    def count(self, kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
+        """Counts the experts i32[T, k] that the tokens of the step have chosen in layer `number`."""
+        assert kept.loads is not None, "nobody counts loads"
+        return kept._replace(loads=counted(kept.loads, chosen, self.rows.is_real(), number))
 
     def attend(
         self,
@@ -129,7 +148,7 @@ class LayerCache:
         index: IndexQueries | Literal["last"] | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
-        pages, taken, chosen = kept
+        pages, chosen = kept.pages, kept.chosen
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, KeysAndValues), "attention keeps keys and values"
         own, place = pages[number], self._place(number, given)
@@ -154,20 +173,20 @@ class LayerCache:
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,
         )
-        return out, (_replaced(pages, number, own), taken, chosen)
+        return out, kept._replace(pages=_replaced(pages, number, own), chosen=chosen)
 
     def recur(
         self, kept: Kept, given: LayerInput, weights: Mapping[str, jax.Array], tokens: Token
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Recur`."""
-        pages, taken, chosen = kept
+        pages, taken = kept.pages, kept.taken
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
         place = self._place(number, given)
         where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
-            return out, (_replaced(pages, number, own), taken, chosen)
+            return out, kept._replace(pages=_replaced(pages, number, own))
         out, seen = memory.look_ahead(*where, weights, tokens, self.most_drafted)
         # In stages, a part of the step may have no token of a row, or of any.
         is_here = self.rows.query_lens() > 0
@@ -175,8 +194,7 @@ class LayerCache:
         def stored(x: jax.Array, new: jax.Array) -> jax.Array:
             return x.at[place].set(jnp.where(is_here.reshape(-1, *[1] * (new.ndim - 1)), new, x[place]))
 
-        taken = taken | {number: jax.tree.map(stored, taken[number], seen)}
-        return out, (pages, taken, chosen)
+        return out, kept._replace(taken=taken | {number: jax.tree.map(stored, taken[number], seen)})
 
     def commit(self, pages: KVCachePages, taken: TakenIn, counts: jax.Array) -> KVCachePages:
         """Lets the states of all layers take in the first `counts` i32[R] tokens of each row, of those in `taken`."""

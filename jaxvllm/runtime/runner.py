@@ -19,9 +19,12 @@ from jaxvllm.core.step_plan import DraftCounts, Fork, StepOutput, StepPlan, TopL
 from jaxvllm.core.step_sizes import StepSizes, step_overhead
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.expert_loads import EXPERT_LOADS, take_loads
+from jaxvllm.runtime.expert_slots import ExpertSlots
 from jaxvllm.runtime.forks import FORK_BATCH, pack_forks
 from jaxvllm.runtime.memory import MemoryUse
 from jaxvllm.runtime.multihost.calls import (
@@ -168,6 +171,14 @@ class Runner:
         num_groups = len(shape.groups(spec))
         self._copies = cache(lambda: tuple(make_program(recipe) for recipe in copy_recipes(pages, num_groups, mesh)))
         self.contents_like = contents_like(pages, num_groups, mesh)
+        # Experts that move, and nothing where they stay.
+        slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
+        self.expert_slots = slots if slots.ffns else None
+        loads = shape.loads(spec)
+        self.load_shape = None if loads is None else (loads.num_layers, loads.num_experts)
+        if loads is not None:
+            where = jax.tree.map(lambda x: x.sharding, (state, state[EXPERT_LOADS]))
+            self._take_loads = make_program(Recipe(take_loads, (state,), mesh, donates=(0,), out_shardings=where))
         rarely: list[Callable[[], object]] = [
             self._admit_rare,
             self._recall,
@@ -316,6 +327,22 @@ class Runner:
         if self._leader is not None:
             raise NotImplementedError("weights on devices of several processes cannot be replaced: use one process")
         self._params = params
+        if self.expert_slots is not None:
+            self.expert_slots.read(params)
+
+    def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
+        """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
+        assert self.expert_slots is not None, "experts stay where they were loaded"
+        self._params = self.expert_slots.moved(self._params, layer, wanted)
+
+    def take_expert_loads(self) -> jax.Array:
+        """Returns how many tokens have chosen each expert since the last call, u32[L, X], after all steps so far.
+
+        It returns at once.
+        """
+        self._state, loads = self._take_loads(self._state)
+        loads.copy_to_host_async()
+        return loads
 
     def memory_use(self) -> MemoryUse:
         """Returns what this runner takes of each device."""

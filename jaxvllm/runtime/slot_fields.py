@@ -16,6 +16,7 @@ import numpy as np
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
+from jaxvllm.runtime.expert_loads import LoadShape
 from jaxvllm.runtime.side_rows import SideShape
 
 # The value of each slot field for all slots and the trash slot, by name. Donated to every call that changes it.
@@ -56,6 +57,7 @@ class SlotSizes:
     has_index: bool = False  # whether there is a suffix index of their histories
     has_drafts: bool = False  # whether there is a proposer
     side: SideShape | None = None  # of the store of side inputs; None: there is none
+    loads: LoadShape | None = None  # of the loads of experts; None: nobody counts them
 
     @property
     def num_groups(self) -> int:

@@ -1,7 +1,7 @@
 """Slot state: what the device remembers of every slot, so that a decode step needs almost nothing sent.
 
 Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read there, and what it holds never changes.
-Only the suffix index and the side store belong to no slot.
+Only the suffix index, the side store and the loads of experts belong to no slot.
 """
 
 import math
@@ -55,6 +55,8 @@ def new_state(sizes: SlotSizes) -> DeviceState:
     state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
     if sizes.has_index:
         state |= new_index(sizes)
+    if sizes.loads is not None:
+        state |= sizes.loads.new()
     return state if sizes.side is None else state | sizes.side.new()
 
 

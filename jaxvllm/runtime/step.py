@@ -16,6 +16,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.expert_loads import with_loads
 from jaxvllm.runtime.prompt_scores import PromptScores, score
 from jaxvllm.runtime.proposers import Proposer, SeenStep
 from jaxvllm.runtime.readouts.readout import Unsampled
@@ -67,7 +68,7 @@ def forward(
     computed, kv_pages = compute(
         params, kv_pages, token_ids, rows, tables, model, depths, side_rows=state.get(SIDE_ROWS)
     )
-    hidden = computed.hidden
+    hidden, state = computed.hidden, with_loads(state, computed.loads)
     if proposer is not None:
         with jax.named_scope("see"):
             step = SeenStep(params, kv_pages, state, slots, model, computed, batch.lengths)

@@ -58,7 +58,9 @@ class StepModel:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["rows", "token_ids", "hidden", "states", "taken"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads"],
+    meta_fields=[],
 )
 @dataclass(frozen=True)
 class Computed:
@@ -69,6 +71,7 @@ class Computed:
     hidden: jax.Array  # f[T, E], after the final norm
     states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
     taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
+    loads: jax.Array | None = None  # u32[L, X]: tokens that have chosen each expert, where they are counted
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -113,16 +116,18 @@ def compute(
         return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
 
     def run(part: ModelSpec, x: jax.Array, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, jax.Array, Kept]:
-        cache = cache_of(part, rows, kept[0])
+        cache = cache_of(part, rows, kept.pages)
         cache.make_plans()
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real()
-        return run_layers(params, part, x, rows.positions, kept, *ways)
+        count = cache.count if model.shape.counts_loads else None
+        return run_layers(params, part, x, rows.positions, kept, *ways, count)
 
     kept = cache_of(shard, with_tables, own_pages).begin
     if model.pipeline.stages.size == 1:
         x, states, kept = run(shard, x, with_tables, kept)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
+        assert not model.shape.counts_loads, "a stage would count the loads of its own layers alone"
 
         def run_part(part: ModelSpec, rows: RaggedRows, before: tuple[jax.Array, Kept]) -> tuple[jax.Array, Kept]:
             x, kept = before
@@ -135,10 +140,10 @@ def compute(
             return x, kept
 
         # Drafts of a row that states look ahead at stay together.
-        x, kept = model.pipeline.compute(layers, x, with_tables, kept, model.axis, is_whole=bool(kept[1]))
+        x, kept = model.pipeline.compute(layers, x, with_tables, kept, model.axis, is_whole=bool(kept.taken))
         states = jnp.zeros((0, *x.shape), x.dtype)
-    own_pages, taken, _ = kept
-    return Computed(rows, token_ids, final_norm(params, shard, x), states, taken), (*own_pages, *others)
+    hidden = final_norm(params, shard, x)
+    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads), (*kept.pages, *others)
 
 
 def commit(

@@ -9,7 +9,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.request import GenerationRequest, RequestOptions
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.commands import EngineCommand, ResetPrefixCache, ShowPages
+from jaxvllm.engine.commands import EngineCommand, ResetPrefixCache, ShowExpertLoads, ShowPages
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -171,6 +171,13 @@ class EngineClient(ABC):
     async def pages(self) -> list[PoolView]:
         """Returns the page pool of every replica. Raises the errors of `ask`."""
         return await self.ask(ShowPages())
+
+    async def expert_loads(self) -> dict[int, list[int]]:
+        """Returns how many tokens have chosen each expert since the start, by the number of the layer.
+
+        Raises ValueError where nobody counts them, and the errors of `ask`.
+        """
+        return await self.ask(ShowExpertLoads())
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Makes every replica forget every cached prefix, waits until that is done, and returns True, as vLLM does.

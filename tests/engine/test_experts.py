@@ -21,8 +21,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_experts_with_biases_on_devices(tmp_path: Path) -> None:
     options = {"max_model_len": WITH_BIASES.max_model_len, "mesh": "1x2", "enable_expert_parallel": True}
+    options |= {"count_expert_loads": True, "enable_prefix_caching": False}
     with tiny_llm(WITH_BIASES.write_checkpoint(tmp_path), **options) as llm:
+        assert not any(loads.any() for loads in llm.expert_loads().values())
         assert greedy_tokens(llm, WITH_BIASES.prompts) == WITH_BIASES.greedy
+        num_tokens = sum(map(len, [*WITH_BIASES.prompts, *WITH_BIASES.greedy])) - len(WITH_BIASES.prompts)
+        assert {loads.sum() for loads in llm.expert_loads().values()} == {3 * num_tokens}  # each has chosen three
         assert_idle(llm)
 
 

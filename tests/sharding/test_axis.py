@@ -80,3 +80,33 @@ def test_stages_pass_on_what_their_devices_have(columns: int) -> None:
     np.testing.assert_array_equal(run(x), np.roll(x, 1, axis=0))
     sent = re.findall(r"s32\[4,(\d)\]\S* collective-permute", run.lower(x).compile().as_text() or "")
     assert sent == ["3" if columns == 6 else "5"]
+
+
+@pytest.mark.parametrize("num_terms", [1, 3, 8, 100])
+def test_a_sum_of_terms_does_not_depend_on_their_devices(num_terms: int) -> None:
+    random = np.random.default_rng(num_terms)
+    terms = random.normal(size=(6, num_terms, 16)).astype(np.float32)
+    terms *= np.array([1e-45, 1e-30, 1e-3, 1, 1e6, 1e30], np.float32)[:, None, None]
+    summed = on_devices(lambda axis, x: axis.sum_terms(x[0]), PartitionSpec(MODEL))
+
+    def over_devices() -> np.ndarray:
+        here = random.integers(SIZE, size=terms.shape[:2]) == np.arange(SIZE)[:, None, None]
+        found = np.asarray(summed(np.where(here[..., None], terms, 0)))
+        assert (found == found[0]).all()
+        return np.asarray(found[0])
+
+    found = np.asarray(jax.jit(ALONE.sum_terms)(terms))
+    for _ in range(3):
+        np.testing.assert_array_equal(over_devices().view(np.int32), found.view(np.int32))
+    # Each term is rounded to a part of the largest one of its row, and the sum to a float.
+    part = 2.0**-24 + 2.0 ** -(30 - (num_terms - 1).bit_length())
+    tolerance = num_terms * np.maximum(np.abs(terms).max((1, 2)) * part, 2.0**-126)[:, None]
+    assert (np.abs(found - terms.astype(np.float64).sum(1)) <= tolerance).all()
+
+
+def test_a_term_that_is_no_number_is_seen_in_its_row_alone() -> None:
+    terms = np.ones((SIZE, 3, 2, 1), np.float32)
+    terms[1:] = 0
+    terms[2, 1, 0], terms[3, 2, 1] = np.nan, np.inf
+    found = np.asarray(on_devices(lambda axis, x: axis.sum_terms(x[0]), PartitionSpec(MODEL))(terms))
+    assert (found[:, 0] == 2).all() and np.isnan(found[:, 1:]).all()

@@ -19,7 +19,7 @@ from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedPara
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.commands import ResetPrefixCache, ShowPages, UpdateWeights
+from jaxvllm.engine.commands import ResetPrefixCache, ShowExpertLoads, ShowPages, UpdateWeights
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -326,6 +326,7 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Abort(["a", "b"]),
         wire.Ping(),
         wire.Ask(3, ShowPages()),
+        wire.Ask(3, ShowExpertLoads()),
         wire.Ask(4, ResetPrefixCache(False, True)),
         wire.Ask(5, UpdateWeights("there")),
         wire.Stop(),
@@ -346,6 +347,15 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
 def test_every_message_arrives_as_it_was_sent(message: wire.Command | wire.Report) -> None:
     decode = wire.decode_command if isinstance(message, wire.Command.__value__) else wire.decode_report
     assert decode(wire.encode(message)) == message
+
+
+def test_loads_of_experts_arrive_and_those_of_several_engines_are_added() -> None:
+    engine: Any = SimpleNamespace(expert_loads=lambda: {1: np.array([2**40, 3]), 12: np.array([0, 5])})
+    command = ShowExpertLoads()
+    answer = wire.decode_report(wire.encode(wire.CommandAnswer.of(3, command.run(engine))))
+    assert isinstance(answer, wire.CommandAnswer)
+    loads = msgspec.msgpack.decode(answer.answer, type=command.answers)
+    assert command.joined([loads, loads]) == {1: [2**41, 6], 12: [0, 10]}
 
 
 @given(st.binary(max_size=200))

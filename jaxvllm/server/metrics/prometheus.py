@@ -40,6 +40,13 @@ ENGINE_COUNTERS = (
     ("num_verifications", "spec_decode_num_drafts", "Times that draft tokens were verified for a row."),
     ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens that were verified."),
     ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    ("num_expert_placements", "expert_placements", "Times that the experts of a layer were moved by their loads."),
+    (
+        "mean_expert_load",
+        "expert_load_mean",
+        "Tokens that chose an expert of a device, on average, in the windows after which experts were placed.",
+    ),
+    ("most_expert_load", "expert_load_most", "The same of the busiest device of each layer."),
 )
 # Names that vLLM has given up, and that its production-stack still reads.
 OLD_NAMES = {

@@ -376,6 +376,9 @@ def test_engine_counters(metrics: Metrics) -> None:
         "num_verifications": "spec_decode_num_drafts",
         "num_draft_tokens": "spec_decode_num_draft_tokens",
         "num_accepted_tokens": "spec_decode_num_accepted_tokens",
+        "num_expert_placements": "expert_placements",
+        "mean_expert_load": "expert_load_mean",
+        "most_expert_load": "expert_load_most",
     }
     assert {name: value(metrics, f"{names[name]}_total") for name in COUNTERS} == counts
 

@@ -1,0 +1,177 @@
+"""The slots of experts on the devices: which expert is in each, and the program that moves experts between two steps.
+
+Arrays of experts have their slots as the first dimension, whatever their form is, and the devices share these out.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import batched
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxvllm.core.expert_placement import Ints, SlotChange, exchanges, experts_in, slots_of
+from jaxvllm.models.experts import SLOTS, ExpertsFfn
+from jaxvllm.models.params import Params, declare_layer, layer_stacks
+from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.recipe import Recipe
+from sharding.axis import ModelAxis
+from sharding.rules import MODEL
+
+# Changes that one call of the program makes: each is a turn of a loop, so that the calls are few.
+CHANGE_BATCH = 32
+NO_SLOT = -1
+
+
+class ExpertSlots:
+    """Knows the expert in each slot of each layer, and moves them. Parameters are the caller's, who passes them in."""
+
+    def __init__(self, spread: Spread, params: Params, mesh: Mesh, make_program: Callable[[Recipe], Any]):
+        """Compiles the program for each kind of layer. `params` are those of `spread.whole` on `mesh`."""
+        ffns = {number: layer.ffn for number, layer in enumerate(spread.whole.layers)}
+        self.ffns: Mapping[int, ExpertsFfn] = {
+            number: ffn for number, ffn in ffns.items() if isinstance(ffn, ExpertsFfn) and ffn.has_slots
+        }
+        self.num_devices = mesh.shape[MODEL]
+        self.held: dict[int, Ints] = {}  # the expert in each slot of each layer, i32[slots]
+        self._whole = spread.whole
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self.read(params)
+        self._programs: dict[ExpertsFfn, Any] = {}
+        for number, ffn in self.ffns.items():
+            if ffn not in self._programs:
+                self._programs[ffn] = make_program(self._recipe(params, number, mesh))
+
+    def read(self, params: Params) -> None:
+        """Reads from parameters which expert is in which slot."""
+        for number, ffn in self.ffns.items():
+            key, place = self._where(params, number)[SLOTS]
+            table = np.asarray(_layers(params, number)[key])
+            self.held[number] = experts_in(table if place is None else table[place], ffn.num_slots)
+
+    def moved(self, params: Params, number: int, wanted: Ints) -> Params:
+        """Returns parameters whose layer `number` has the experts i32[slots] that are `wanted` in its slots.
+
+        Steps that were dispatched compute with those before. The arrays of experts are donated, and the program has
+        room for four experts at most beside them (compiled for H200). Nothing is compiled.
+        """
+        ffn, where = self.ffns[number], self._where(params, number)
+        names = self._names(number)
+        layers = _layers(params, number)
+        arrays = [layers[where[name][0]] for name in names]
+        places = np.array([where[name][1] or 0 for name in names], np.int32)
+        for some in batched(exchanges(self.held[number], wanted), CHANGE_BATCH):
+            arrays = self._programs[ffn](arrays, places, _packed(some))
+        self.held[number] = wanted
+        changed = {where[name][0]: array for name, array in zip(names, arrays, strict=True)}
+        key, place = where[SLOTS]
+        changed[key] = jax.device_put(self._table(number, key, place), self._everywhere)
+        return _with_layer(params, number, layers | changed)
+
+    def _table(self, number: int, key: str, place: int | None) -> Ints:
+        """Returns the array of slots of a layer, or those of all layers in its stack."""
+
+        def of(layer: int) -> Ints:
+            ffn = self.ffns[layer]
+            assert ffn.most_copies is not None, "the layer has slots"
+            return slots_of(self.held[layer], ffn.router.num_experts, ffn.most_copies)
+
+        return of(number) if place is None else np.stack([of(layer) for layer in layer_stacks(self._whole)[key].layers])
+
+    def _names(self, number: int) -> list[str]:
+        """Returns the names of the arrays whose first dimension are slots."""
+        return [name for name, decl in declare_layer(self._whole, number).items() if decl.axes[0] == "experts"]
+
+    def _where(self, params: Params, number: int) -> dict[str, tuple[str, int | None]]:
+        """Returns the key of each array of a layer with slots, and the layer's place in it if it is a stack."""
+        names = [*self._names(number), SLOTS]
+        if isinstance(params["layers"], list):
+            return {name: (name, None) for name in names}
+        return {
+            stack.name: (key, stack.layers.index(number))
+            for key, stack in layer_stacks(self._whole).items()
+            if stack.name in names and number in stack.layers
+        }
+
+    def _recipe(self, params: Params, number: int, mesh: Mesh) -> Recipe:
+        where, names = self._where(params, number), self._names(number)
+        held = [_layers(params, number)[where[name][0]] for name in names]
+        arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
+        numbers = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere)
+            for x in (np.zeros(len(names), np.int32), _packed(()))
+        ]
+        run = partial(change_slots, axis=ModelAxis(self.num_devices), is_stacked=isinstance(params["layers"], dict))
+        out_specs = jax.tree.map(lambda x: x.sharding.spec, arrays) if mesh.size > 1 else None
+        return Recipe(run, (arrays, *numbers), mesh, donates=(0,), out_specs=out_specs)
+
+
+def _layers(params: Params, number: int) -> Params:
+    """Returns the arrays of a layer, or those of all layers where they are stacked."""
+    layers = params["layers"]
+    found: Params = layers[number] if isinstance(layers, list) else layers
+    return found
+
+
+def _with_layer(params: Params, number: int, changed: Params) -> Params:
+    layers = params["layers"]
+    if isinstance(layers, list):
+        return params | {"layers": [changed if i == number else layer for i, layer in enumerate(layers)]}
+    return params | {"layers": changed}
+
+
+def _packed(changes: Iterable[SlotChange]) -> Ints:
+    """Returns changes for `change_slots`, i32[CHANGE_BATCH, 3]: the source, and the slots that it and `to` go to."""
+    packed = np.full((CHANGE_BATCH, 3), NO_SLOT, np.int32)
+    for row, one in zip(packed, changes, strict=False):
+        row[:] = one.source, one.to, one.source if one.is_swap else NO_SLOT
+    return packed
+
+
+def change_slots(
+    arrays: list[Any], places: jax.Array, changes: jax.Array, *, axis: ModelAxis, is_stacked: bool
+) -> list[Any]:
+    """Makes changes of slots i32[CHANGE_BATCH, 3], one after the other, in the arrays of one layer, which are donated.
+
+    arrays  # trees of [slots, ..], or of stacks [L, slots, ..] in which the layer has `places` i32[arrays]
+    Inside shard_map each device has its share of the slots. It sends two experts and takes at most two in a change.
+    """
+    held = arrays if is_stacked else jax.tree.map(lambda x: x[None], arrays)
+
+    def one(i: jax.Array, held: list[Any]) -> list[Any]:
+        def change(place: jax.Array, tree: Any) -> Any:
+            return jax.tree.map(lambda x: _changed(x, place, changes[i], axis), tree)
+
+        return [change(places[number], tree) for number, tree in enumerate(held)]
+
+    count = (changes[:, 0] != NO_SLOT).sum(dtype=jnp.int32)
+    held = jax.lax.fori_loop(0, count, one, held)
+    return held if is_stacked else jax.tree.map(lambda x: x[0], held)
+
+
+def _changed(x: jax.Array, place: jax.Array, change: jax.Array, axis: ModelAxis) -> jax.Array:
+    """Returns x [L, slots of this device, ..] after one change in layer `place`."""
+    num_slots, first = x.shape[1], axis.first(x.shape[1])
+    source, to, back = change
+    corner = (0,) * (x.ndim - 2)
+
+    def at(slot: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+        own = slot - first
+        return (own >= 0) & (own < num_slots), (place, jnp.clip(own, 0, num_slots - 1), *corner)
+
+    def read(slot: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+        is_here, index = at(slot)
+        return is_here, jax.lax.dynamic_slice(x, index, (1, 1, *x.shape[2:])), index
+
+    def sent(slot: jax.Array) -> jax.Array:
+        is_here, expert, _ = read(slot, x)
+        return jnp.where(is_here, expert, jnp.zeros_like(expert))
+
+    experts = axis.sum(jnp.stack([sent(source), sent(to)]))  # each is of one device, so that the sum is exact
+    for slot, expert in zip((to, back), experts, strict=True):
+        is_here, before, index = read(slot, x)
+        x = jax.lax.dynamic_update_slice(x, jnp.where(is_here, expert, before), index)
+    return x
