@@ -25,7 +25,7 @@ type TakenIn = dict[int, Token]
 
 
 class Kept(NamedTuple):
-    """What the layers of a step pass on.
+    """The layers of a step pass these values on, each to the next.
 
     pages: of each group
     taken: what the states of layers did not take in yet
