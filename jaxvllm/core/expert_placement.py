@@ -19,6 +19,8 @@ NOTHING = -1  # in a slot: no expert; in a table of slots: no other copy
 # Experts move only if the busiest device then has at most this share of what it had: loads of the last steps tell those
 # of the next ones only about, and a new placement of all experts moves most of them.
 WORTH_MOVING = 0.95
+# A placement that is not made anew may be so much worse than one that is: it leaves most experts where they are.
+NEAR = 1.02
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ def balanced(held: Ints, loads: NDArray[np.float64], num_devices: int) -> Ints:
     Where no placement is found that is worth it, `held` is returned. Experts that stay on a device stay in their slots.
     """
     copies = _num_copies(loads, len(held), num_devices)
-    wanted = _kept_in_place(held, _packed(loads, copies, len(held) // num_devices, num_devices))
-    now, then = (device_loads(one, loads, num_devices).max() for one in (held, wanted))
+    room = len(held) // num_devices
+    changed = _changed(held, loads / copies, copies, room)
+    anew = _filled([set() for _ in range(num_devices)], loads / copies, copies, room)
+    few, many = (_kept_in_place(held, devices) for devices in (changed, anew))
+    now, after_few, after_many = (device_loads(one, loads, num_devices).max() for one in (held, few, many))
+    wanted, then = (few, after_few) if after_few <= after_many * NEAR else (many, after_many)
     return wanted if then < WORTH_MOVING * now else held
 
 
@@ -76,21 +82,65 @@ def _num_copies(loads: NDArray[np.float64], num_slots: int, num_devices: int) ->
     return copies
 
 
-def _packed(loads: NDArray[np.float64], copies: Ints, room: int, num_devices: int) -> list[set[int]]:
-    """Returns the experts of each device, at most `room`: the busiest copies first, each where there is least to do.
+def _filled(devices: list[set[int]], each: NDArray[np.float64], copies: Ints, room: int) -> list[set[int]]:
+    """Returns the experts of each device, at most `room`, after the copies that are missing have come to `devices`.
 
-    A copy is left out where all devices with room have one of the same expert already.
+    The busiest copies come first, each to the device that has least to do. A copy is left out where all devices with
+    room have one of the same expert already.
     """
-    each = loads / copies
-    devices, busy = [set[int]() for _ in range(num_devices)], np.zeros(num_devices)
+    devices = [*map(set, devices)]
+    busy = [sum(each[expert] for expert in own) for own in devices]
     for expert in np.argsort(-each, kind="stable").tolist():
-        for _ in range(copies[expert]):
-            free = [d for d in range(num_devices) if len(devices[d]) < room and expert not in devices[d]]
+        for _ in range(copies[expert] - sum(expert in own for own in devices)):
+            free = [d for d, own in enumerate(devices) if len(own) < room and expert not in own]
             if free:
                 device = min(free, key=lambda d: (busy[d], len(devices[d])))
                 devices[device].add(expert)
                 busy[device] += each[expert]
     return devices
+
+
+def _changed(held: Ints, each: NDArray[np.float64], copies: Ints, room: int) -> list[set[int]]:
+    """Returns the experts of each device after few changes of those in `held`.
+
+    Copies that are too many leave the busiest devices, and those that are missing come. Then an expert of the busiest
+    device is exchanged with another one, time after time, as long as that helps.
+    """
+    devices = [set(own[own != NOTHING].tolist()) for own in held.reshape(-1, room)]
+    for expert, count in enumerate(copies.tolist()):
+        having = [own for own in devices if expert in own]
+        having.sort(key=lambda own: sum(each[one] for one in own), reverse=True)
+        for own in having[: max(len(having) - count, 0)]:
+            own.remove(expert)
+    devices = _filled(devices, each, copies, room)
+    busy = np.array([sum(each[expert] for expert in own) for own in devices])
+    for _ in range(len(held)):
+        first = int(busy.argmax())
+        pairs = [pair for other in range(len(devices)) if (pair := _best_exchange(devices, each, busy, first, other))]
+        if busy[first] <= busy.mean() * NEAR or not pairs:
+            break
+        _, other, mine, theirs = min(pairs)
+        for device, gone, new in ((first, mine, theirs), (other, theirs, mine)):
+            devices[device] ^= {gone, new}
+            busy[device] += each[new] - each[gone]
+    return devices
+
+
+def _best_exchange(
+    devices: list[set[int]], each: NDArray[np.float64], busy: NDArray[np.float64], first: int, other: int
+) -> tuple[float, int, int, int] | None:
+    """Returns what the busier of two devices has to do after the best exchange, with `other` and the two experts.
+
+    It returns None where no exchange helps.
+    """
+    mine, theirs = (sorted(devices[a] - devices[b]) for a, b in ((first, other), (other, first)))
+    if not mine or not theirs:
+        return None
+    less = each[mine][:, None] - each[theirs]
+    after = np.maximum(busy[first] - less, busy[other] + less)
+    i, j = np.unravel_index(after.argmin(), after.shape)
+    # A gain that is only one of rounding could go to and fro.
+    return (float(after[i, j]), other, mine[i], theirs[j]) if after[i, j] < busy[first] * (1 - 1e-9) else None
 
 
 def _kept_in_place(held: Ints, devices: list[set[int]]) -> Ints:

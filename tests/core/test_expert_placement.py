@@ -117,3 +117,16 @@ def test_the_busiest_expert_gets_the_copies() -> None:
     found = balanced(held, np.array([90.0, 2, 3, 5]), 4)
     assert np.count_nonzero(found == 0) == 4
     assert device_loads(found, np.array([90.0, 2, 3, 5]), 4).max() <= 22.5 + 5
+
+
+def test_loads_that_drift_move_few_experts() -> None:
+    random, num_experts, num_devices = np.random.default_rng(5), 64, 8
+    held = np.full(num_experts + 8, NOTHING, np.int32)
+    held[:num_experts] = np.arange(num_experts)
+    loads = 1e4 * random.permutation(np.arange(1.0, num_experts + 1) ** -0.7)
+    held = balanced(held, loads, num_devices)
+    loads = loads * random.gamma(8, 1 / 8, num_experts)
+    before, found = device_loads(held, loads, num_devices), balanced(held, loads, num_devices)
+    after = device_loads(found, loads, num_devices)
+    assert before.mean() / before.max() < 0.92 and after.mean() / after.max() > 0.95
+    assert 0 < len(list(exchanges(held, found))) < len(held) / 2
