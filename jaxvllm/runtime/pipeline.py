@@ -27,7 +27,7 @@ class Pipeline:
     stages: StageAxis = ONE_STAGE
     overhead: int = STEP_OVERHEAD  # what a step costs beside its tokens, in tokens: see `StepSizes`
     # A microbatch begins with a row, or at a position that is a multiple of this. So the tokens that a state takes in
-    # together stay together, and it is the same, bit for bit, as without stages.
+    # together stay together: other runs would round differently, and tokens could depend on the mesh.
     state_run: int = 1
 
     @classmethod
