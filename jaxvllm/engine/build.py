@@ -128,8 +128,8 @@ def build(
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
     forms = resolved.forms(backend, meshes[0].size)
     speculation = config.drafting
-    # What drafts is kept as the table is: never quantized or turned.
-    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, forms.table)
+    of_draft = resolved.draft_forms(backend)
+    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, on_cpu, proposer)

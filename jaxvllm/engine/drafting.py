@@ -14,10 +14,11 @@ from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN, Form, Forms
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.heads.draft_model import DraftModel
-from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa, read_mtp
+from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
 from jaxvllm.models.heads.kinds import check_kind, method_of
+from jaxvllm.models.heads.mtp_files import read_mtp
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
@@ -36,9 +37,9 @@ class Drafting:
 
     @classmethod
     def of(
-        cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, form: Form = PLAIN
+        cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, forms: Forms = PLAIN_FORMS
     ) -> "Drafting":
-        """Reads what `config` names, for the model `target`, and keeps its matrices in `form`.
+        """Reads what `config` names, for the model `target`, and keeps its matrices in `forms`.
 
         Raises ValueError where they do not go together.
         """
@@ -53,7 +54,7 @@ class Drafting:
         if method != "mtp":  # whose head is a part of the model
             check_kind(method, directory, hf_config)
         if method == "draft_model":
-            return cls._of_model(directory, hf_config, target, form)
+            return cls._of_model(directory, hf_config, target, forms)
         proposer: Proposer
         if method == "mtp":
             heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
@@ -67,12 +68,13 @@ class Drafting:
 
         def kept(decl: ParamDecl, array: Any) -> Any:
             array = np.asarray(array.astype(decl.dtype_in(target.dtype)))
-            return form.wrapped(form.keep(array, {})) if decl.storage == "matrix" else array
+            form = forms.of(decl, is_of_layer=True)
+            return form.wrapped(form.keep(array, {}))
 
         return cls(proposer, jax.tree.map(kept, declared, params))
 
     @classmethod
-    def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig, form: Form) -> "Drafting":
+    def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig, forms: Forms) -> "Drafting":
         spec = model_spec(hf_config)
         if spec.max_position < target.max_model_len:
             raise ValueError(
@@ -80,7 +82,6 @@ class Drafting:
                 f"{target.max_model_len}: lower it, or take another draft"
             )
         host = mesh_of(jax.local_devices()[0])
-        forms = Forms(form, form, form)
         params = checkpoint.load(directory, spec, dtype=target.dtype, layout=target.layout, mesh=host, forms=forms)
         return cls(AutoregressiveProposer((DraftModel(spec),)), jax.tree.map(np.asarray, params))
 

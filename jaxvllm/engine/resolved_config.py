@@ -86,11 +86,19 @@ class ResolvedConfig:
 
     def forms(self, backend: Backend, num_devices: int) -> Forms:
         """Returns the forms in which a replica on `num_devices` devices keeps the matrices of the model."""
-        # XLA turns and reads only the arrays of single layers. Several devices on a CPU are virtual, for proving what
-        # real ones will do, not for speed.
-        of_layers = self.layout == "separate"
-        kernels = REFERENCE if backend.kind == "cpu" and not of_layers else backend
-        return Forms.chosen(self.quantization, kernels, may_turn=of_layers and num_devices == 1)
+        # XLA turns only the arrays of single layers.
+        may_turn = self.layout == "separate" and num_devices == 1
+        return Forms.chosen(self.quantization, self._kernels(backend), may_turn)
+
+    def draft_forms(self, backend: Backend) -> Forms:
+        """Returns the forms of the matrices of a draft model or heads, which are never quantized or turned."""
+        return Forms.chosen(None, self._kernels(backend), may_turn=False)
+
+    def _kernels(self, backend: Backend) -> Backend:
+        """Returns the kernels that multiply by matrices of weights."""
+        # On a CPU they read only the arrays of single layers. Several devices there are virtual, for proving what real
+        # ones will do, not for speed.
+        return REFERENCE if backend.kind == "cpu" and self.layout != "separate" else backend
 
     def cache_shape(self, num_pages: int, proposer: Proposer | None = None) -> CacheShape:
         """Returns the shape of a cache with slots for all requests at full length, and what `proposer` keeps or reads.

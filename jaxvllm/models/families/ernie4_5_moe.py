@@ -6,6 +6,7 @@ from dataclasses import replace
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.mtp_format import MtpFormat
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
@@ -53,4 +54,14 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
 
 
 _MOST = sparse_projections("shared_experts")
-FAMILY = Family("Ernie4_5_MoeForCausalLM", ernie4_5_moe_spec, layer_sources=sources)
+MTP = MtpFormat(
+    block="{prefix}mtp_block.{number}.",
+    embedding_norm="{prefix}mtp_emb_norm.{number}",
+    feature_norm="{prefix}mtp_hidden_norm.{number}",
+    fc="{prefix}mtp_linear_proj.{number}",
+    final_norm=None,
+    others="{prefix}mtp_",
+    copies=(),
+    is_like_first=True,  # dense
+)
+FAMILY = Family("Ernie4_5_MoeForCausalLM", ernie4_5_moe_spec, layer_sources=sources, foreign=("model.mtp_",), mtp=MTP)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxvllm.models.families.mtp_format import MtpFormat
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import LayerSources, OuterNames, separate_projections
@@ -27,6 +28,8 @@ class Family:
     understood: tuple[str, ...] = ()
     # The key under which the decoder's config is nested.
     nested_in: str | None = None
+    # How its checkpoints hold MTP heads, where they have any.
+    mtp: MtpFormat = MtpFormat()
 
     def text_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the decoder's own part of the config."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.mtp_format import OF_QWEN
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import Ffn
 from jaxvllm.models.gated_delta import GatedDelta, GatedDeltaNet
@@ -111,7 +112,13 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
     }
 
 
-FAMILY = Family("Qwen3_5ForCausalLM", qwen3_5_spec, layer_sources=sources, foreign=("mtp.",))
+FAMILY = Family(
+    "Qwen3_5ForCausalLM",
+    qwen3_5_spec,
+    layer_sources=sources,
+    foreign=("mtp.",),
+    mtp=replace(OF_QWEN, count="mtp_num_hidden_layers"),
+)
 FAMILIES = (
     FAMILY,
     replace(

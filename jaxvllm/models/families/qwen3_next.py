@@ -6,6 +6,7 @@ from dataclasses import replace
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import qwen3_5, qwen3_5_moe
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.mtp_format import OF_QWEN
 from jaxvllm.models.families.qwen3_moe import qwen_router, sparse_layers
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.gated_delta import GatedDeltaNet
@@ -39,5 +40,10 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
 
 
 FAMILY = Family(
-    "Qwen3NextForCausalLM", qwen3_next_spec, layer_sources=sources, foreign=("mtp.",), understood=("num_experts",)
+    "Qwen3NextForCausalLM",
+    qwen3_next_spec,
+    layer_sources=sources,
+    foreign=("mtp.",),
+    understood=("num_experts",),
+    mtp=OF_QWEN,
 )

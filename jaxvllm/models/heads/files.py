@@ -1,7 +1,6 @@
-"""Reads draft heads from the formats in which they are published: EAGLE, EAGLE-3, speculators, Medusa, MTP."""
+"""Reads draft heads from the formats in which they are published: EAGLE, EAGLE-3, speculators and Medusa."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,90 +9,19 @@ import numpy as np
 
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
-from jaxvllm.models.families import find_family, mimo
-from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.llama import llama_spec
-from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.heads.eagle import Eagle3Head, EagleHead
-from jaxvllm.models.heads.head import Declarations
-from jaxvllm.models.heads.kinds import SPECULATORS, open_draft
+from jaxvllm.models.heads.head_tensors import HeadTensors, told_of
+from jaxvllm.models.heads.kinds import SPECULATORS
 from jaxvllm.models.heads.medusa import MedusaHeads
-from jaxvllm.models.heads.mtp import MtpHead
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import bias_of
-from jaxvllm.models.orbax_tree import TREE
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, separate_projections
+from jaxvllm.models.weight_names import separate_projections
 
-# Tensors that say again what others say.
-_REDUNDANT = ("t2d",)
 # The tensors of an embedding and an LM head, where a head has its own.
 _OWN = {"embed": "embed_tokens.weight", "lm_head": "lm_head.weight"}
-# The names of the parts of an MTP head.
-_OF_DEEPSEEK = {
-    "embedding_norm": "enorm",
-    "feature_norm": "hnorm",
-    "fc": "eh_proj",
-    "final_norm": "shared_head.norm",
-}
-_OF_MIMO = {
-    "embedding_norm": "token_layernorm",
-    "feature_norm": "hidden_layernorm",
-    "fc": "input_proj",
-    "final_norm": "final_layernorm",
-}
-
-
-class _Tensors:
-    """The tensors of a head, of which each must be used: those that begin with `start`, but for the `redundant`."""
-
-    def __init__(self, directory: Path, start: str = "", redundant: tuple[str, ...] = _REDUNDANT):
-        self._files = open_draft(directory)
-        self._left = {name for name in self._files.names if name.startswith(start)} - set(redundant)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files.names
-
-    def take(self, name: str, *shape: int) -> np.ndarray:
-        self._left.discard(name)
-        return self._files.tensor(name, shape)
-
-    def those(self, names: Mapping[str, str]) -> frozenset[str]:
-        """Returns the keys of the tensors in `names` that are there."""
-        return frozenset(key for key, name in names.items() if name in self)
-
-    def named(self, decls: Declarations, names: Mapping[str, str]) -> Params:
-        """Returns the arrays that are declared and have a tensor in `names`."""
-        return {key: self.take(name, *decls[key].shape) for key, name in names.items() if key in decls}
-
-    def layer(self, sources: Mapping[str, tuple[Source, ...]]) -> Params:
-        """Returns the arrays of a layer, of which `sources` tells the parts."""
-        layer: Params = {}
-        for name, parts in sources.items():
-            taken = [part.part_of(self.take(part.name, *part.shape)) for part in parts]
-            stops = [[at + size for at, size in zip(part.at, part.view, strict=True)] for part in parts]
-            layer[name] = np.empty(np.max(stops, axis=0), taken[0].dtype)
-            for part, stop, array in zip(parts, stops, taken, strict=True):
-                layer[name][tuple(map(slice, part.at, stop))] = array
-        return layer
-
-    def num_rows(self, name: str) -> int:
-        """Returns how many rows the tensor has, or 0 if it is missing."""
-        file = self._files.file_of.get(name)
-        return 0 if file is None else (*self._files.files[file].tensors[name].shape, 1)[0]
-
-    def integers(self, name: str, *shape: int) -> np.ndarray:
-        self._left.discard(name)
-        return self._files.integers(name, shape)
-
-    def end(self) -> None:
-        if self._left:
-            name = min(self._left)
-            raise ValueError(
-                f"{self._files.directory}: unexpected tensor {name}: a head of this kind has none of that name, and "
-                "ignoring it would change what it guesses"
-            )
 
 
 def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[EagleHead, Params]:
@@ -101,10 +29,10 @@ def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) ->
 
     Raises ValueError that names the directory and what is wrong with it.
     """
-    with _told_of(directory):
+    with told_of(directory):
         spec = replace(llama_spec(HfConfig(config)), tie_embeddings=False)
     _check_hidden(directory, spec.hidden_size, target)
-    tensors = _Tensors(directory)
+    tensors = HeadTensors.open(directory)
     head = EagleHead(spec, tensors.those({"fc_bias": "fc.bias", **_OWN}))
     params = tensors.named(head.declare(), {"fc": "fc.weight", "fc_bias": "fc.bias", **_OWN})
     layers = [dict(separate_projections(spec, number, f"layers.{number}.")) for number in range(spec.num_layers)]
@@ -128,7 +56,7 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
             f"{directory}: eagle_aux_hidden_state_layer_ids must rise from 0 to at most {layers}, the layers of the "
             f"model, and are {list(depths)}"
         )
-    with _told_of(directory):
+    with told_of(directory):
         options = HfConfig(values)
         spec = replace(llama_spec(options), tie_embeddings=False)
         norm_before_residual, norm_output = (
@@ -138,7 +66,7 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
             raise ValueError("eagle_config use_aux_hidden_state = False is not supported: take another head")
         norm_before_fc, fc_norm = options.flag("norm_before_fc", False), options.flag("fc_norm", False)
         size = options.integer("draft_vocab_size", spec.vocab_size)
-    tensors, E, H = _Tensors(directory), spec.hidden_size, target.hidden_size
+    tensors, E, H = HeadTensors.open(directory), spec.hidden_size, target.hidden_size
     _check_hidden(directory, values.get("target_hidden_size") or E, target)
     if "embed_tokens.weight" not in tensors:
         _check_hidden(directory, E, target)
@@ -180,19 +108,19 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
 
 def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -> tuple[MedusaHeads, Params]:
     """Reads Medusa heads, by the names of vLLM or of their authors. The rest is as for `read_eagle`."""
-    with _told_of(directory):
+    with told_of(directory):
         values = HfConfig(config)
         count = values.integer("num_heads", config.get("medusa_num_heads"))
         depth = values.integer("num_hidden_layers", config.get("medusa_num_layers"))
         shares = values.flag("original_lm_head", False)
-    tensors, E = _Tensors(directory), target.hidden_size
+    tensors, E = HeadTensors.open(directory), target.hidden_size
     _check_hidden(directory, config.get("hidden_size") or E, target)
     is_vllm = "blocks.0.layers.0.weight" in tensors
     start = "medusa_heads." if "medusa_heads.0.0.linear.weight" in tensors else ""
     params: Params = {}
     size, ids = target.vocab_size, None
     if "token_map" in tensors:
-        with _told_of(directory):
+        with told_of(directory):
             size = values.integer("truncated_vocab_size")
         ids = tensors.integers("token_map", size)
         params["columns"] = _columns(directory, ids, target.vocab_size)
@@ -230,71 +158,9 @@ def read_medusa(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     return medusa, params
 
 
-def read_mtp(
-    directory: Path, config: Mapping[str, Any], target: ModelSpec, most: int
-) -> tuple[tuple[MtpHead, ...], Params]:
-    """Reads the first `most` MTP heads that lie in the checkpoint of the model `target` itself, or all there are.
-
-    They have the names of MiMo, or those of DeepSeek around an ordinary layer of the model's family. The rest is as for
-    `read_eagle`.
-    """
-    family = find_family(config)
-    with _told_of(directory):
-        count = HfConfig(config, understood=family.understood).integer("num_nextn_predict_layers", 0, least=0)
-        if not count:
-            raise ValueError(
-                "method mtp needs a model with num_nextn_predict_layers in its config: take another method"
-            )
-        # The layer of a head is computed by `decoder_layer`, which knows no other block.
-        [layer, *others] = dict.fromkeys(replace(layer, window=None, rope=None) for layer in target.layers)
-        if others or not _is_usual(layer):
-            raise ValueError(f"method mtp knows layers like those of a Llama, not those of {family.architecture}")
-        if (directory / TREE).is_dir():
-            raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")
-    spec = replace(target, layers=(replace(target.layers[-1], window=None),))
-    is_mimo = family is mimo.FAMILY
-    layers, first = ("mtp_layers", 0) if is_mimo else ("layers", target.num_layers)
-    prefix = "model." if is_mimo else family.prefixes[0]
-    starts = [f"{prefix}{layers}.{first + number}." for number in range(min(count, most))]
-    depths = (target.num_layers,) if is_mimo else ()
-    heads = tuple(MtpHead(spec, depths, number) for number in range(len(starts)))
-    read = zip(heads, starts, strict=True)
-    return heads, {"heads": [_mtp_params(directory, start, head, family) for head, start in read]}
-
-
-def _mtp_params(directory: Path, start: str, head: MtpHead, family: Family) -> Params:
-    """Returns the arrays of an MTP head, whose tensors begin with `start`."""
-    is_mimo = family is mimo.FAMILY
-    # The first of these are copies of the model's own.
-    copies = ("embed_tokens.weight", "shared_head.head.weight")
-    tensors = _Tensors(directory, start, tuple(start + name for name in copies))
-    names = {key: f"{start}{name}.weight" for key, name in (_OF_MIMO if is_mimo else _OF_DEEPSEEK).items()}
-    params = tensors.named(head.declare(), names)
-    if is_mimo:
-        params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)  # it has the feature first
-    params["layers"] = [tensors.layer(family.layer_sources(head.spec, 0, start))]
-    tensors.end()
-    return params
-
-
-def _is_usual(layer: Block) -> bool:
-    """Returns whether the layer is that of a Llama, but for norms of heads and biases."""
-    has_usual_parts = isinstance(layer.attention, GroupedQueryAttention) and isinstance(layer.ffn, GatedFfn)
-    return has_usual_parts and layer == Block(layer.attention, layer.ffn, layer.norm)
-
-
 def _with_head_norms(layer: Block) -> Block:
     assert isinstance(layer.attention, GroupedQueryAttention), "EAGLE's layers are those of a Llama"
     return replace(layer, attention=replace(layer.attention, qk_norm="head"))
-
-
-@contextmanager
-def _told_of(directory: Path) -> Iterator[None]:
-    """Lets an error about a config say which it is."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
 
 
 def _check_hidden(directory: Path, hidden_size: int, target: ModelSpec) -> None:

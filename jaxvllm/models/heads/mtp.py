@@ -6,14 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import project_logits
-from jaxvllm.models.heads.eagle import decoder_layer, embedded
+from jaxvllm.models.decoder import project_logits, rotations
+from jaxvllm.models.heads.eagle import embedded
 from jaxvllm.models.heads.head import DRAFT, Declarations
-from jaxvllm.models.layer_input import Attend
+from jaxvllm.models.layer_input import Attend, LayerInput, no_recur
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
-from sharding.axis import ModelAxis
+from pallas_kernels.ragged_paged_attention import NO_WINDOW
+from sharding.axis import ALONE, ModelAxis
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,15 @@ class MtpHead:
 
     `spec` has the layer. The embedding and the LM head are those of the model. `depths` names the model's last
     layer if the head was trained on states before the final norm, and nothing if it was trained on states after it.
+    With `hides_first`, it was trained with zeros in the place of the first embedding that stands beside a feature.
     Each head but the first sees what the head before it thought.
     """
 
     spec: ModelSpec
     depths: tuple[int, ...] = ()
     number: int = 0  # among the heads of the model
+    hides_first: bool = True
+    has_final_norm: bool = True  # of its own, after the layer
 
     @property
     def feature_size(self) -> int:
@@ -42,7 +46,8 @@ class MtpHead:
     def declare(self) -> Declarations:
         """Returns the declarations of its arrays, which every device has whole."""
         norm, size = self.spec.norm, (self.spec.hidden_size,)
-        norms = [norm.declare(name, size, (None,)) for name in ("embedding_norm", "feature_norm", "final_norm")]
+        names = ("embedding_norm", "feature_norm", *(("final_norm",) if self.has_final_norm else ()))
+        norms = [norm.declare(name, size, (None,)) for name in names]
         outer = {name: decl for decls in (self.fc.declare("fc"), *norms) for name, decl in decls.items()}
         return outer | {"layers": [layer.declare() for layer in self.spec.layers]}
 
@@ -60,15 +65,18 @@ class MtpHead:
         axis: ModelAxis,
     ) -> tuple[jax.Array, jax.Array, Any]:
         own, norm = params[DRAFT]["heads"][self.number], self.spec.norm
-        # Trained with zeros in the place of the first embedding that stands beside a feature. It is token 1's for the
-        # first head, and each other head begins one token later than the one before it.
-        embedding = jnp.where(positions[:, None] > 1 + self.number, embedded(params, token_ids, axis), 0)
+        embedding = embedded(params, token_ids, axis)
+        if self.hides_first:
+            # It is token 1's for the first head, and each other head begins one token later than the one before it.
+            embedding = jnp.where(positions[:, None] > 1 + self.number, embedding, 0)
         parts = [norm.apply(own, "embedding_norm", embedding), norm.apply(own, "feature_norm", features)]
         x = self.fc.apply(own, "fc", jnp.concatenate(parts, axis=1))
         [layer], [weights] = self.spec.layers, own["layers"]
-        h = norm.apply(weights, "attention_norm", x)
-        x, kv = decoder_layer(layer, weights, self.number, x, h, positions, kv, attend)
-        hidden = norm.apply(own, "final_norm", x)
+        rotation = rotations((layer.rope,), positions)(0)
+        # Every device has the whole layer, experts too.
+        given = LayerInput(positions, rotation, attend, no_recur, ALONE, layer.memory, self.number, NO_WINDOW)
+        x, kv = layer.apply(weights, x, kv, given)
+        hidden = norm.apply(own, "final_norm", x) if self.has_final_norm else x
         return hidden, hidden, kv
 
     def logits(

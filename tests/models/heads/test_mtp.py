@@ -11,7 +11,7 @@ import pytest
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.heads.files import read_mtp
+from jaxvllm.models.heads.mtp_files import read_mtp
 from sharding.axis import ALONE
 from tests.models.dense import dense_attend
 from tests.models.heads import reference

@@ -1,0 +1,84 @@
+"""MTP heads of families with experts, latent attention or states: what each computes, by its block alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.decoder import run_layers
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.heads.mtp_files import read_mtp
+from jaxvllm.models.params import Params
+from sharding.axis import ALONE
+from tests.models.dense import dense_attend
+from tests.models.fixture import Fixture
+from tests.models.heads.reference import rms_norm
+from tests.models.heads.written_mtp import WRITTEN
+from tests.quick import quick_compilation
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick_compilation():
+        yield
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_head_is_its_block_over_what_joins_token_and_feature(kind: str, tmp_path: Path) -> None:
+    """The block is loaded as the only layer of a model, which is compared with transformers elsewhere."""
+    written = WRITTEN[kind]
+    fixture = written.beside(Fixture.load(kind))
+    config, tensors = fixture.config, fixture.weights()
+    directory = fixture.write_checkpoint(tmp_path / "beside")
+    target = model_spec(config)
+    [head], own = read_mtp(directory, config, target, 3)
+    assert jax.tree.map(lambda decl: decl.shape, head.declare()) == jax.tree.map(np.shape, own["heads"][0])
+
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} & set(tensors)
+    alone = {name: tensors[name] for name in names}
+    alone |= {f"model.layers.0.{name}": tensors[written.block + name] for name in written.of_block(fixture)}
+    (tmp_path / "alone").mkdir()
+    save_file(alone, tmp_path / "alone" / "model.safetensors")
+    one = model_spec(config | {"num_hidden_layers": 1} | dict(written.alone))
+    layer = checkpoint.load(tmp_path / "alone", one, dtype=jnp.float32, layout="separate", hf_config=config)
+
+    random = np.random.default_rng(3)
+    T, E = 9, target.hidden_size
+    tokens, features = random.integers(0, target.vocab_size, T), random.standard_normal((T, E))
+    table = tensors["model.embed_tokens.weight"].astype(np.float64)
+    offset, eps = fixture.norm_offset, target.norm.eps  # type: ignore[attr-defined]
+
+    def normed(x: np.ndarray, name: str) -> np.ndarray:
+        return rms_norm(x, tensors[f"{name}.weight"].astype(np.float64) + offset, eps)
+
+    embedding = table[tokens]
+    if written.hides_first:
+        embedding[0] = 0
+    of_embedding, of_feature, join, *last = written.parts
+    joined = np.concatenate([normed(embedding, of_embedding), normed(features, of_feature)], axis=1)
+    x = joined @ tensors[f"{join}.weight"].astype(np.float64).T
+    positions = jnp.arange(1, T + 1, dtype=jnp.int32)
+    block = jax.jit(lambda layer, x: run_layers(layer, one, x, positions, (), dense_attend)[0])
+    after = block(layer, jnp.asarray(x, jnp.float32))
+    expected = np.asarray(after, np.float64)
+    for name in last:
+        expected = normed(expected, name)
+    lm_head = tensors.get("lm_head.weight", table).astype(np.float64)
+
+    params = layer | {DRAFT: jax.tree.map(jnp.asarray, own)}
+
+    @jax.jit
+    def thought(params: Params, tokens: jax.Array, features: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        hidden, after, _ = head.apply(params, tokens, positions, features, (), dense_attend, ALONE)
+        return hidden, after, head.logits(params, hidden, target, target, ALONE)
+
+    hidden, feature, logits = thought(params, jnp.asarray(tokens, jnp.int32), jnp.asarray(features, jnp.float32))
+    np.testing.assert_array_equal(hidden, feature)
+    np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(logits, expected @ lm_head.T, rtol=2e-4, atol=5e-4)
