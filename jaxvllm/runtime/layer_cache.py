@@ -105,8 +105,8 @@ class LayerCache:
         return plans
 
     def make_plans(self) -> None:
-        """Makes what the kernels know once a step. It is called outside of the loops over layers."""
-        assert self._plans is not None
+        """Makes what layers share. It is called outside of the loops over layers, whose values are theirs alone."""
+        assert self._rows_of is not None and self._plans is not None
 
     @property
     def begin(self) -> Kept:

@@ -29,6 +29,7 @@ CASES = [
             ("qwen3_next", "2x1x2"),
             ("kimi_linear", "3x1x1"),
             ("jamba", "2x1x2"),
+            ("nemotron_h", "2x1x1"),  # the first stage has no attention
             ("gemma3", "3x1x1"),
         )
     ),
