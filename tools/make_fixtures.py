@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +34,8 @@ from tests.models.seeded_weights import seeded_weights  # noqa: E402
 
 # transformers has the class, and does not know it as a model of text alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# It has this one as a model of images, too.
+AutoModelForCausalLM.register(Step3p7Config, Step3p7ForConditionalGeneration, exist_ok=True)
 
 FIXTURES = ROOT / "tests" / "fixtures"
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 33, 64, 90)
@@ -394,6 +403,44 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 0.9,
             "rms_norm_eps": 1e-4,
             "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0},
+        },
+    ),
+    "step3p7": (
+        "Step3p7",
+        {
+            "architectures": ["Step3p7ForConditionalGeneration"],
+            "text_config": {
+                **EVEN,
+                "intermediate_size": 104,
+                "num_hidden_layers": 5,
+                "num_attention_heads": 6,
+                "num_sliding_attention_heads": 4,
+                "head_dim": 16,
+                "layer_types": [FULL if kind == "f" else SLIDING for kind in "fssfs"],
+                "sliding_window": 24,
+                "moe_layers_enum": "1,2,4",
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 24,
+                "share_expert_dim": 32,
+                "moe_router_scaling_factor": 1.7,
+                "swiglu_limits": [0.0, 0.0, 0.4, 0.0, 0.7],
+                "swiglu_limits_shared": [0.5, 0.0, 0.0, 0.0, 0.6],
+                "rope_theta": [20_000.0, 5000.0, 5000.0, 20_000.0, 5000.0],
+                "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+                "query_pre_attn_scalar": 20,
+                "rms_norm_eps": 1e-4,
+                "pad_token_id": 0,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "mlp_ratio": 2.0,
+                "max_position_embeddings": 4,
+            },
         },
     ),
     "kimi_linear": (
@@ -1271,10 +1318,21 @@ def make(name: str) -> None:
         **{key: value for key, value in NO_SPECIAL.items() if key not in values},
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    with_offset = ("Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "Nemotron", "Gemma", "VaultGemma")
+    with_offset = (
+        "Gemma2",
+        "Gemma3",
+        "Qwen3_5",
+        "Qwen3_5Moe",
+        "Qwen3Next",
+        "Nemotron",
+        "Gemma",
+        "VaultGemma",
+        "Step3p7",
+    )
     norm_offset = 1.0 if family in with_offset else 0.0
     stream = np.random.Generator(np.random.PCG64(len(name)))
-    prompts = [stream.integers(values["vocab_size"], size=n).tolist() for n in PROMPT_LENGTHS]
+    vocab_size = values.get("text_config", values)["vocab_size"]
+    prompts = [stream.integers(vocab_size, size=n).tolist() for n in PROMPT_LENGTHS]
     # SDPA has no soft cap and no sinks, and layers without attention want none of it.
     eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2", "Bloom", "Mpt")) or "Mamba" in family
     attention = "eager" if eager else "sdpa"

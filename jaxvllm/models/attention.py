@@ -111,7 +111,8 @@ class GroupedQueryAttention:
     v_scale: float = 1.0  # multiplies values
     qkv_limit: float | None = None  # bounds queries, keys and values, both sides
     gated: bool = False  # each output of a query head is multiplied by the sigmoid of a gate of its own
-    has_head_gates: bool = False  # all outputs of a query head are multiplied by the softplus of one gate (Laguna)
+    # All outputs of a query head are multiplied by this function of one gate (Laguna, Step 3.7). None: by nothing.
+    head_gating: Literal["softplus", "sigmoid"] | None = None
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
     # What a logit of each query head, those of all devices, loses with each position between its key and its query
@@ -171,7 +172,7 @@ class GroupedQueryAttention:
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
         decls = self.qkv.declare("qkv") | self.o.declare("o")
-        if self.has_head_gates:
+        if self.head_gating is not None:
             decls |= self.head_gates.declare("head_gates")
         if self.qk_norm == "head":
             decls |= self.norm.declare("q_norm", (D,), (None,))
@@ -215,9 +216,10 @@ class GroupedQueryAttention:
         out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks, slopes=slopes)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
-        if self.has_head_gates:
+        if self.head_gating is not None:
             gates = self.head_gates.apply(weights, "head_gates", x).astype(jnp.float32)
-            out = out * jax.nn.softplus(gates).astype(out.dtype).reshape(*out.shape[:2], 1)
+            gates = jax.nn.softplus(gates) if self.head_gating == "softplus" else jax.nn.sigmoid(gates)
+            out = out * gates.astype(out.dtype).reshape(*out.shape[:2], 1)
         if self.v_size is not None:
             out = out[..., : self.v_size]
         if self.v_scale != 1:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.form import Activation
+from jaxvllm.models.forms.form import Activation, Gating
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
-from jaxvllm.models.ops import activate
+from jaxvllm.models.ops import activate, gated
 from jaxvllm.models.positive import require_positive
 
 
@@ -80,7 +80,7 @@ class _SplitFfn:
 class GatedFfn(_SplitFfn):
     """A gated linear unit (arXiv 2002.05202): down(activation(gate x) * up x)."""
 
-    activation: Activation = "silu"
+    activation: Gating = "silu"
     bias: bool = False
 
     @property
@@ -112,7 +112,7 @@ class ThresholdFfn(GatedFfn):
         mean = given.axis.mean(jnp.mean(gate, axis=-1, keepdims=True))
         spread = jnp.sqrt(given.axis.mean(jnp.mean((gate - mean) ** 2, axis=-1, keepdims=True)))
         gate = jax.nn.relu(gate - mean - self.threshold * spread).astype(x.dtype)
-        h = activate(gate, self.activation) * gate_up[:, 1]
+        h = gated(jnp.stack([gate, gate_up[:, 1]], axis=1), self.activation)
         return self.down(self.bias).apply_summed(weights, "down", h, given.axis)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxvllm.models.forms.form import Activation, Arrays, ClampedSwiglu, Experts, Form, Gating, Matrix
+from jaxvllm.models.forms.form import Activation, Arrays, BoundedSwiglu, ClampedSwiglu, Experts, Form, Gating, Matrix
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 
 
@@ -136,6 +136,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
 def gated(gate_up: jax.Array, gating: Gating) -> jax.Array:
     """Returns the features gate_up[:, 1] as the gate gate_up[:, 0] lets them through: [T, F] of [T, 2, F]."""
     gate, up = gate_up[:, 0], gate_up[:, 1]
+    if isinstance(gating, BoundedSwiglu):
+        return jnp.minimum(jax.nn.silu(gate), gating.limit) * jnp.clip(up, -gating.limit, gating.limit)
     if not isinstance(gating, ClampedSwiglu):
         return activate(gate, gating) * up
     gate, up = jnp.minimum(gate, gating.limit), jnp.clip(up, -gating.limit, gating.limit)

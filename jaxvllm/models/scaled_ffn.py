@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.layer_input import LayerInput
-from jaxvllm.models.ops import activate
+from jaxvllm.models.ops import gated
 from jaxvllm.models.positive import require_positive
 
 
@@ -25,5 +26,5 @@ class ScaledFfn(GatedFfn):
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput) -> jax.Array:
         gate_up = self.gate_up.apply(weights, "gate_up", x)  # [T, 2, F]
-        h = activate(self.gate_scale * gate_up[:, 0], self.activation) * gate_up[:, 1]
+        h = gated(jnp.stack([self.gate_scale * gate_up[:, 0], gate_up[:, 1]], axis=1), self.activation)
         return self.out_scale * self.down(self.bias).apply_summed(weights, "down", h, given.axis)

@@ -21,7 +21,7 @@ ALIKE = frozenset(
     "qwen2 qwen3 gemma3 phi3 qwen3_moe mixtral olmoe glm4_moe minimax_m2 ernie4_5_moe granitemoe qwen3_5_moe "
     "nemotron arcee phi phimoe dots1 hunyuan hunyuan_moe afmoe cohere2_moe exaone_moe hy_v3 gemma glm "
     "apertus stablelm solar_open flex_olmo olmo cwm internlm3 falcon gpt_bigcode laguna mellum mimo_v2 "
-    "hyperclovax jais2 vaultgemma deepseek_v2 glm4_moe_lite bailing_hybrid longcat_flash kimi_linear mistral4 "
+    "hyperclovax jais2 vaultgemma deepseek_v2 glm4_moe_lite bailing_hybrid longcat_flash step3p7 kimi_linear mistral4 "
     "youtu mpt gemma3n qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba2 falcon_mamba jamba".split()
 )
 # Variants of a family differ in RoPE and biases alone, which tests/models checks at every position. One is enough here:

@@ -111,6 +111,7 @@ FAMILIES = (
     "gemma3n",
     "bailing_hybrid",
     "longcat_flash",
+    "step3p7",
 )
 
 
@@ -285,6 +286,23 @@ def test_the_first_checkpoints_of_gpt_neox_name_the_lm_head_otherwise(tmp_path: 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in keys}
+
+
+def test_a_published_config_of_step3p7_has_other_keys() -> None:
+    """Its lists go on with the layers that predict further tokens."""
+    config = Fixture.load("step3p7").config
+    text = dict(config["text_config"])
+    old = {
+        "moe_num_experts": text.pop("n_routed_experts"),
+        "moe_top_k": text.pop("num_experts_per_tok"),
+        "num_attention_groups": text.pop("num_key_value_heads"),
+        "attention_other_setting": {"num_attention_heads": text.pop("num_sliding_attention_heads")},
+        "layer_types": [*text.pop("layer_types"), "full_attention"],
+        "swiglu_limits": [*text.pop("swiglu_limits"), 0.0],
+    }
+    assert model_spec(config | {"text_config": text | old}) == model_spec(config)
+    new = {"mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"], "moe_layers_enum": None}
+    assert model_spec(config | {"text_config": config["text_config"] | new}) == model_spec(config)
 
 
 def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:

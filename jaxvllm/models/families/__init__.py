@@ -88,6 +88,7 @@ from jaxvllm.models.families import (
     solar_open,
     stablelm,
     starcoder2,
+    step3p7,
     vaultgemma,
     youtu,
 )
@@ -183,6 +184,7 @@ FAMILIES: tuple[Family, ...] = (
     *gemma3n.FAMILIES,
     bailing_hybrid.FAMILY,
     longcat_flash.FAMILY,
+    step3p7.FAMILY,
 )
 
 

@@ -27,7 +27,9 @@ def laguna_spec(config: HfConfig) -> ModelSpec:
     usual, norm = UsualParts(config), RmsNorm(config.number("rms_norm_eps", 1e-6))
     has_bias, (of_full, of_sliding) = usual.attention_bias, rope_entries(config)
     sizes = usual.head_size, usual.max_position
-    attention = replace(usual.attention(norm), qk_norm="head", has_head_gates=True, qkv_bias=has_bias, o_bias=has_bias)
+    attention = replace(
+        usual.attention(norm), qk_norm="head", head_gating="softplus", qkv_bias=has_bias, o_bias=has_bias
+    )
     full = Block(
         norm=norm,
         attention=attention,

@@ -28,8 +28,15 @@ class ClampedSwiglu:
     limit: float
 
 
+@dataclass(frozen=True)
+class BoundedSwiglu:
+    """The silu of a gate, at most `limit`, times features within it, both sides (Step 3.7)."""
+
+    limit: float
+
+
 # How a gate changes the features beside it: they are multiplied by an activation of the gate, or in another way.
-Gating = Activation | ClampedSwiglu
+Gating = Activation | ClampedSwiglu | BoundedSwiglu
 # The arrays of one matrix, by the names that its form has given them.
 Arrays = Mapping[str, jax.Array]
 
