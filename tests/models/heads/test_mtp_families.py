@@ -1,6 +1,7 @@
 """MTP heads of families with experts, latent attention or states: what each computes, by its block alone."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -82,3 +83,30 @@ def test_a_head_is_its_block_over_what_joins_token_and_feature(kind: str, tmp_pa
     np.testing.assert_array_equal(hidden, feature)
     np.testing.assert_allclose(hidden, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(logits, expected @ lm_head.T, rtol=2e-4, atol=5e-4)
+
+
+def test_heads_that_share_all_but_their_blocks(tmp_path: Path) -> None:
+    fixture = WRITTEN["qwen3_5"].beside(Fixture.load("qwen3_5"))
+    start = "mtp.layers.0."
+    another = {name.replace(".0.", ".1.", 1): shape for name, shape in fixture.shapes.items() if name.startswith(start)}
+    config = fixture.config | {"mtp_num_hidden_layers": 2}
+    fixture = replace(fixture, config=config, shapes=fixture.shapes | another)
+    directory, target = fixture.write_checkpoint(tmp_path / "two"), model_spec(config)
+    [_], _ = read_mtp(directory, config, target, 1)
+    heads, own = read_mtp(directory, config, target, 3)
+    assert [head.number for head in heads] == [0, 1]
+    first, second = own["heads"]
+    np.testing.assert_array_equal(first["fc"], second["fc"])
+    assert (first["layers"][0]["o"] != second["layers"][0]["o"]).any()
+
+    more = replace(fixture, shapes=fixture.shapes | {"mtp.embed_tokens.weight": [139, 48]})
+    directory = more.write_checkpoint(tmp_path / "more")
+    with pytest.raises(ValueError, match=r"unexpected tensor mtp\.embed_tokens\.weight"):
+        read_mtp(directory, config, target, 1)
+
+
+def test_a_model_whose_blocks_are_of_another_kind_is_refused(tmp_path: Path) -> None:
+    fixture = Fixture.load("longcat_flash")
+    config = fixture.config | {"num_nextn_predict_layers": 1}
+    with pytest.raises(ValueError, match="not those of LongcatFlashForCausalLM"):
+        read_mtp(tmp_path, config, model_spec(config), 1)

@@ -38,11 +38,9 @@ class WrittenMtp:
         return replace(fixture, config=fixture.config | self.told, shapes=fixture.shapes | shapes)
 
 
-def _deepseek(layers: int, **options: Any) -> WrittenMtp:
+def _deepseek(layers: int) -> WrittenMtp:
     block = f"model.layers.{layers}."
-    return WrittenMtp(
-        block, layers - 1, tuple(block + part for part in _DEEPSEEK), {"first_k_dense_replace": 0} | options
-    )
+    return WrittenMtp(block, layers - 1, tuple(block + part for part in _DEEPSEEK), {"first_k_dense_replace": 0})
 
 
 def _qwen(like: int, told: Mapping[str, Any], **options: Any) -> WrittenMtp:
@@ -57,6 +55,5 @@ WRITTEN: dict[str, WrittenMtp] = {
     "glm4_moe": _deepseek(4),
     "qwen3_next": _qwen(3, {}, mlp_only_layers=[]),
     "qwen3_5": _qwen(4, {"mtp_num_hidden_layers": 1}),
-    "qwen3_5_moe": _qwen(3, {"mtp_num_hidden_layers": 1}),
     "ernie4_5_moe": WrittenMtp("model.mtp_block.0.", 0, _ERNIE, {}),
 }
