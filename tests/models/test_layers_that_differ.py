@@ -63,6 +63,9 @@ class SoftlyRoutedFfn:
     def problem(self, size: int) -> str | None:
         return f"experts of size {self.size} do not divide over {size} devices" if self.size % size else None
 
+    def spread(self, size: int) -> "SoftlyRoutedFfn":
+        return self
+
     def shard(self, size: int) -> "SoftlyRoutedFfn":
         return replace(self, size=self.size // size)
 
