@@ -53,7 +53,9 @@ class ModelSpec:
                 f"max_position {self.max_position} exceeds the {self.positions.num_positions} learned positions"
             )
         if len({(layer.hidden_size, layer.embedding, layer.states, layer.is_with_late) for layer in self.layers}) > 1:
-            raise ValueError("all layers must have hidden states of one size and kind, and the same embedding of their own")
+            raise ValueError(
+                "all layers must have hidden states of one size and kind, and the same embedding of their own"
+            )
         for number, layer in enumerate(self.layers):
             size = layer.attention.head_size
             if layer.rope is not None and size < (rotated := layer.rope.rotary_dim):
