@@ -10,7 +10,7 @@ this.
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -30,7 +30,7 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.ops import OneOf
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import StateMemory
-from jaxvllm.models.weight_names import outer_sources
+from jaxvllm.models.weight_names import Source, outer_sources
 from sharding.axis import ALONE
 from tools.demo_corpus import EVALUATION_SEED, TRAINING_SEED, Corpus
 from tools.demo_model import MAX_POSITIONS, Params, bfloat16, write_json, write_weights
@@ -69,8 +69,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     },
 }  # fmt: skip
-# They took 82 and 45 s of one core of an AMD EPYC, compilation included, on a machine with other work. Held-out losses are
-# 0.89 and 1.24 nats, and the entropy of single tokens is 5.74.
+# They took 82 and 45 s of the CPU, an AMD EPYC, compilation included. Held-out losses are 0.89 and 1.24 nats, and the
+# entropy of single tokens is 5.74.
 STEPS = {"experts": 600, "states": 300}
 
 
@@ -166,7 +166,7 @@ class TrainedModel:
         """Works out the places by loading a checkpoint whose numbers are 0, 1, 2 and so on."""
         spec, family = model_spec(config), find_family(config)
         prefixes = (family.names.layer_prefix("model.", layer) for layer in range(spec.num_layers))
-        sources = [outer_sources(spec, "model.", family.names)]
+        sources: list[Mapping[str, tuple[Source, ...]]] = [outer_sources(spec, "model.", family.names)]
         sources += [family.layer_sources(spec, layer, prefix) for layer, prefix in enumerate(prefixes)]
         shapes = {one.name: one.shape for found in sources for parts in found.values() for one in parts}
         count = sum(map(math.prod, shapes.values()))
