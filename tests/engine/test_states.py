@@ -160,14 +160,6 @@ def test_a_form_never_guesses_what_a_state_would_have_to_forget(llm: LLM) -> Non
 
 
 @pytest.mark.slow
-def test_on_two_devices(checkpoint: Path, expected: list[list[int]]) -> None:
-    with tiny_llm(checkpoint, mesh="1x2", warm_up="background") as llm:
-        for _ in range(2):  # the second time with cached prefixes
-            assert greedy_tokens(llm, PROMPTS) == expected
-        assert_idle(llm)
-
-
-@pytest.mark.slow
 def test_drafts_in_stages(checkpoint: Path, expected: list[list[int]], proposer: Adjustable) -> None:
     with drafting(checkpoint, proposer, mesh="2x1x1") as llm:
         for shifts in ([0, 0, 0], [0, 1, 0]):
