@@ -1,13 +1,14 @@
 """Quick compilation, for programs that run for a few steps."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
 import pytest
 from jax._src import compiler
 
+from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 
@@ -63,6 +64,11 @@ def earlier_emitters() -> Iterator[None]:
         # compiled in the usual way.
         patch.setenv("LIBTPU_INIT_ARGS", "earlier emitters")
         yield
+
+
+def quick_emitters(spec: ModelSpec) -> AbstractContextManager[None]:
+    """Returns the emitters with which tests of this model are quicker."""
+    return nullcontext() if any(layer.keeps_state for layer in spec.layers) else earlier_emitters()
 
 
 _begin = Programs.__init__

@@ -7,10 +7,11 @@ import pytest
 
 from jaxvllm import LLM
 from jaxvllm.core.page_groups import windowed_pages
+from jaxvllm.models.families import model_spec
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import NAMES, Fixture
-from tests.quick import quick_engines
+from tests.quick import quick_emitters, quick_engines
 
 LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
 # The layers and positions of these are those of other families here: of Llama, Gemma 2 and 4, Cohere 2, GPT-2, Phi-3,
@@ -48,7 +49,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = dict(max_model_len=fixture.max_model_len, num_pages=129, kv_transfer_config=kept)
     # What no test here waits for, such as the distributions of a row, is not compiled when the engine ends.
     options["warm_up"] = "background"
-    with same_programs_once(), tiny_llm(directory, compilation_cache=None, **options) as llm:
+    emitters = quick_emitters(model_spec(fixture.config, fixture.max_model_len))
+    with same_programs_once(), emitters, tiny_llm(directory, compilation_cache=None, **options) as llm:
         yield fixture, llm
 
 

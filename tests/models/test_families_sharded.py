@@ -20,6 +20,7 @@ from sharding.placement import make_mesh
 from sharding.rules import MODEL
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
+from tests.quick import quick_emitters
 
 # A model whose heads are normed together, one with windows and two ropes, one whose checkpoint fuses q, k and v.
 FEW = ("gemma3", "olmo2", "phi3")
@@ -39,11 +40,12 @@ def check(name: str, size: int, layout: Layout, directory: Path, *, is_by_expert
         check_vma=False,
     )
     run = jax.jit(run)
-    for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
-        padded = np.zeros(fixture.max_model_len, np.int32)
-        padded[: len(prompt)] = prompt
-        logits = run(params, padded)[len(prompt) - 1, : spec.vocab_size]
-        chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
+    with quick_emitters(spec):
+        for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
+            padded = np.zeros(fixture.max_model_len, np.int32)
+            padded[: len(prompt)] = prompt
+            logits = run(params, padded)[len(prompt) - 1, : spec.vocab_size]
+            chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -154,7 +154,8 @@ class AttentionSuite:
         for first in range(-size, case.num_tokens, size):  # the first part has no token
             tokens = slice(max(first, 0), max(first, 0) + size)
             part = {name: getattr(call, name)[tokens] for name in "qkv"}
-            rows = part_of(call.rows, np.int32(first if first >= 0 else case.num_tokens), num_tokens=size)
+            end = case.num_tokens if first < 0 else min(first + size, case.num_tokens)
+            rows = part_of(call.rows, np.int32(first if first >= 0 else end), np.int32(end), num_tokens=size)
             out, pages = run(call, self.backend, pages=pages, rows=rows, **part)
             outs.append(out)
         assert call.error(np.concatenate(outs[1:])) < call.tolerance
