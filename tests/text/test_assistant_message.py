@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.reasoning import FORMATS
-from jaxvllm.text.tool_calls.formats import HARMONY, HERMES, named_call, required_calls
+from jaxvllm.text.tool_calls.formats import HARMONY, HERMES, LLAMA3_JSON, named_call, required_calls
 from tests.text.tool_calls.examples import cut, read
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -79,6 +79,9 @@ def test_reasoning_may_stay_in_the_content(places: list[int]) -> None:
     assert [(call.name, call.arguments) for call in message.calls] == [("f", '{"a": 1}')]
     message = AssistantMessage.of(read(format.reader("<think>Well,", "<think>Well,"), cut(thought, places)))
     assert (message.content, message.calls) == (thought, ())
+    format = AnswerFormat(FORMATS["minimax_m2_append_think"], LLAMA3_JSON)
+    message = AssistantMessage.of(read(format.reader("<think>\n"), cut("why</think> because", places)))
+    assert (message.content, message.calls) == ("<think>why</think> because", ())
 
 
 @pytest.mark.parametrize("size", [1, 7, 500])

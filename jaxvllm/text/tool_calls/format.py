@@ -65,6 +65,7 @@ class ReadingState:
     def __post_init__(self) -> None:
         texts = [mark.text for mark in self.marks]
         assert all(texts), "a mark without text"
+        assert len(set(texts)) == len(texts), "a mark stands twice"
         # So that the first complete mark is the right one, wherever the text is cut.
         assert not any(a is not b and b in a for a in texts for b in texts), "a mark contains another"
         assert (self.then is not None) == (self.reads in SELF_ENDING)
