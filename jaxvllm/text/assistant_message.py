@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import ReasoningFormat
-from jaxvllm.text.tool_calls.format import Mark, ReadingState, ToolCallFormat
+from jaxvllm.text.tool_calls.format import Mark, ToolCallFormat, framed, state
 from jaxvllm.text.tool_calls.formats import HARMONY, NO_CALLS, in_harmony
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 
@@ -48,7 +48,12 @@ class AnswerFormat:
         """Returns a reader of one completion of `prompt`, which continues the text of a message where `continued`."""
         is_open = self.reasoning is not None and self.reasoning.opens(prompt, continued)
         parser = ToolCallParser(self._format(is_open), self.schemas)
-        return MessageReader(parser, self.parallel_calls, None if self.input_of is None else TextCall(self.input_of))
+        call = None if self.input_of is None else TextCall(self.input_of)
+        # Where the reasoning stays in the content, the mark in the prompt is a part of it.
+        before = ""
+        if is_open and self.reasoning is not None and self.reasoning.is_content and continued is None:
+            before = self.reasoning.start
+        return MessageReader(parser, self.parallel_calls, call, before)
 
     def _format(self, is_open: bool) -> ToolCallFormat:
         calls = self.calls or NO_CALLS
@@ -56,24 +61,43 @@ class AnswerFormat:
             return calls
         if self.reasoning.is_harmony:
             return HARMONY if self.calls in (HARMONY, None) else in_harmony(calls)
-        otherwise = "reasoning" if is_open else calls.start
-        before = ReadingState("space", (Mark(self.reasoning.start, "reasoning"),), otherwise=otherwise)
-        reasoning = ReadingState("reasoning", (Mark(self.reasoning.end, calls.start),))
-        states = dict(calls.states) | {"before reasoning": before, "reasoning": reasoning}
+        if self.reasoning.is_content:
+            thought = state("content", {}, Mark(self.reasoning.end, calls.start, is_shown=True))
+            start = "thought" if is_open else calls.start
+            return ToolCallFormat({**calls.states, "thought": thought}, start, calls.ids, is_forced=calls.is_forced)
+        otherwise, label = "reasoning" if is_open else calls.start, self.reasoning.label
+        reasoning = state("reasoning", {self.reasoning.end: calls.start})
+        states = framed(calls.states, self.reasoning.frame) | {
+            "before reasoning": state(
+                "space", {self.reasoning.start: "label" if label else "reasoning"}, otherwise=otherwise
+            ),
+            "reasoning": reasoning,
+        }
+        if label:
+            # White space that no mark follows belongs to what `otherwise` reads, so that is a state of its own.
+            states["label"] = state("space", {label: "reasoning"}, otherwise="unlabelled")
+            states["unlabelled"] = reasoning
         return ToolCallFormat(states, "before reasoning", calls.ids, is_forced=calls.is_forced)
 
 
 class MessageReader:
     """Reads one completion."""
 
-    def __init__(self, parser: ToolCallParser, parallel_calls: bool, call: "TextCall | None" = None) -> None:
-        """Takes the parts. `call` is the call that the content is the input of, if there is one."""
+    def __init__(
+        self, parser: ToolCallParser, parallel_calls: bool, call: "TextCall | None" = None, before: str = ""
+    ) -> None:
+        """Takes the parts. `call` is the call that the content is the input of, if there is one.
+
+        The text `before` is read as if the completion began with it.
+        """
         self._parser = parser
         self._parallel_calls = parallel_calls
         self._call = call
+        self._before = before
 
     def push(self, text: str) -> list[Event]:
         """Reads more text and returns what it says."""
+        text, self._before = self._before + text, ""
         return self._kept(self._parser.push(text))
 
     def finish(self, is_cut: bool = False) -> list[Event]:
@@ -81,7 +105,7 @@ class MessageReader:
 
         Nothing is read afterwards.
         """
-        events = self._kept(self._parser.finish())
+        events = self.push("") + self._kept(self._parser.finish())
         return events if self._call is None else events + self._call.finish(is_cut)
 
     def _kept(self, events: list[Event]) -> list[Event]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.reasoning import FORMATS
-from jaxvllm.text.tool_calls.formats import HARMONY, HERMES, named_call, required_calls
+from jaxvllm.text.tool_calls.formats import HARMONY, HERMES, LLAMA3_JSON, named_call, required_calls
 from tests.text.tool_calls.examples import cut, read
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -26,6 +26,16 @@ ANSWERS = [
     ("deepseek_r1", "</think>", "because", "", "because"),
     ("granite", "", "Here is my thought process: a. Here is my response: b.", " a. ", " b."),
     ("mistral", "", "[THINK]why[/THINK]because", "why", "because"),
+    ("gemma4", "", "<|channel>thought\nwhy<channel|>because", "why", "because"),
+    ("gemma4", "", "<|channel>why<channel|>because", "why", "because"),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "because", "", "because"),
+    ("ernie45", "<think>\n", "why\n</think>\n\n<response>\nbecause\n</response>\n", "why\n", "\n\nbecause\n"),
+    ("hunyuan_a13b", "", "<think>\nwhy\n</think>\n<answer>\nbecause\n</answer>", "\nwhy\n", "\nbecause"),
+    ("cohere_command3", "", "<|START_THINKING|>why<|END_THINKING|><|START_RESPONSE|>because<|END_RESPONSE|>",
+     "why", "because"),
+    ("nemotron_v3", "<think></think>", "because", "", "because"),
+    ("minimax_m2_append_think", "<think>\n", "why</think>because", "", "<think>why</think>because"),
+    ("minimax_m2_append_think", "<think>\n", "", "", "<think>"),
     ("openai_gptoss", "", "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>so",
      "why", "so"),
 ]  # fmt: skip
@@ -57,6 +67,21 @@ def test_a_call_after_reasoning(places: list[int]) -> None:
     assert message.reasoning == "I could <tool_call>{}"
     assert [(call.name, call.arguments) for call in message.calls] == [("f", '{"a": 1}')]
     assert message.content == ""
+
+
+@given(places=st.lists(st.integers(0, 200), max_size=20))
+def test_reasoning_may_stay_in_the_content(places: list[int]) -> None:
+    """A call in it is none, and what continues a message gets no second mark."""
+    format = AnswerFormat(FORMATS["minimax_m2_append_think"], HERMES)
+    thought = f"I could {CALL}</think>"
+    message = AssistantMessage.of(read(format.reader("<think>\n"), cut(f"{thought}\n{CALL}", places)))
+    assert message.content == "<think>" + thought
+    assert [(call.name, call.arguments) for call in message.calls] == [("f", '{"a": 1}')]
+    message = AssistantMessage.of(read(format.reader("<think>Well,", "<think>Well,"), cut(thought, places)))
+    assert (message.content, message.calls) == (thought, ())
+    format = AnswerFormat(FORMATS["minimax_m2_append_think"], LLAMA3_JSON)
+    message = AssistantMessage.of(read(format.reader("<think>\n"), cut("why</think> because", places)))
+    assert (message.content, message.calls) == ("<think>why</think> because", ())
 
 
 @pytest.mark.parametrize("size", [1, 7, 500])

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-type Reads = Literal["content", "reasoning", "space", "header", "key", "value", "arguments", "call", "keywords"]
+type Reads = Literal[
+    "content", "reasoning", "space", "header", "key", "value", "arguments", "call", "keywords", "object"
+]
 OPEN_ENDED = ("content", "reasoning")
 # What these states read has an end of its own, which is no mark.
-SELF_ENDING = ("arguments", "call", "keywords")
+SELF_ENDING = ("arguments", "call", "keywords", "object")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Mark:
     text: str
     to: str
     ends_call: bool = False
+    is_shown: bool = False  # the mark is a part of the content
     stays: bool = False  # the mark is the beginning of what the next state reads
 
 
@@ -43,6 +46,7 @@ class ReadingState:
     - arguments: the arguments as one JSON object, which ends the call and leads to `then`
     - call: one JSON object with name and arguments, likewise
     - keywords: the arguments as keyword arguments of Python, up to the closing parenthesis, likewise
+    - object: the arguments as one object in Gemma's notation, likewise
     """
 
     reads: Reads
@@ -52,17 +56,23 @@ class ReadingState:
     otherwise: str | None = None  # of a space: the state that reads on if no mark comes; None: the call is broken
     is_bare: bool = False  # nothing but its keys shows that this JSON object is a call
     name: str | None = None  # of the function, where the caller has chosen it
-    trims: Literal["newline", "space"] = "newline"  # what does not belong to a value at its beginning and its end
+    quote: str = ""  # the mark around the strings of an object
+    # What does not belong to a value at its beginning and its end.
+    trims: Literal["newline", "space", "nothing"] = "newline"
+    is_text: bool = False  # the marks say that a value is a text, whatever the schema says
     untyped: Literal["text", "json"] = "text"  # how a value is read of which the schema tells no type
 
     def __post_init__(self) -> None:
         texts = [mark.text for mark in self.marks]
         assert all(texts), "a mark without text"
+        assert len(set(texts)) == len(texts), "a mark stands twice"
         # So that the first complete mark is the right one, wherever the text is cut.
         assert not any(a is not b and b in a for a in texts for b in texts), "a mark contains another"
         assert (self.then is not None) == (self.reads in SELF_ENDING)
         assert (self.header is not None) == (self.reads == "header")
+        assert bool(self.quote) == (self.reads == "object")
         assert not (self.reads in OPEN_ENDED and any(mark.stays for mark in self.marks)), "it would read forever"
+        assert self.reads in OPEN_ENDED or not any(mark.is_shown for mark in self.marks)
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -83,6 +93,19 @@ class ReadingState:
     def longest(self) -> int:
         """The number of characters of the longest mark."""
         return max((len(mark.text) for mark in self.marks), default=0)
+
+
+def state(reads: Reads, marks: Mapping[str, str] | None = None, *others: Mark, **options: object) -> ReadingState:
+    """Returns a state with marks by the states that they lead to, and others that do more."""
+    simple = tuple(Mark(text, to) for text, to in (marks or {}).items())
+    return ReadingState(reads, simple + others, **options)  # type: ignore[arg-type]
+
+
+def framed(states: Mapping[str, ReadingState], frame: tuple[str, ...]) -> dict[str, ReadingState]:
+    """Returns states that leave out the marks of `frame`, which stand around the content."""
+    content = states["content"]
+    marks = tuple(Mark(text, "content") for text in frame if text not in content.mark_of)
+    return {**states, "content": replace(content, marks=content.marks + marks)}
 
 
 @dataclass(frozen=True)
@@ -108,4 +131,7 @@ class ToolCallFormat:
     @cached_property
     def marks(self) -> frozenset[str]:
         """All texts that must be seen, even if they are special tokens."""
-        return frozenset(mark.text for state in self.states.values() for mark in state.marks)
+        states = self.states.values()
+        return frozenset(mark.text for state in states for mark in state.marks) | {
+            state.quote for state in states if state.quote
+        }

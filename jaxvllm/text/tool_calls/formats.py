@@ -1,163 +1,137 @@
 """The formats of tool calls by vLLM's names of their parsers, and which of them a chat template teaches."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from jaxvllm.text.tool_calls.format import Header, Mark, ReadingState, ToolCallFormat
-
-_NAME = re.compile(r"\s*([^\s<>()\[\]{}'\"`,=|]+)\s*")
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
-
-
-def _plain(text: str) -> Header | None:
-    """Reads a header that is the function's name."""
-    match = _NAME.fullmatch(text)
-    return Header(match[1]) if match else None
-
-
-def _quoted(text: str) -> Header | None:
-    """Reads a header that is the function's name, perhaps in quotes."""
-    return _plain(text.strip().strip('"'))
-
-
-def _numbered(text: str) -> Header | None:
-    """Reads a header such as functions.get_weather:0, which is the call's id as well."""
-    match = _NAME.fullmatch(text)
-    if match is None:
-        return None
-    name = match[1].removeprefix("functions.").partition(":")[0]
-    return Header(name, id=match[1] if len(match[1]) >= 9 else None) if name else None
-
-
-def _channel(text: str) -> Header | None:
-    """Reads the header of a message of harmony, which names its channel and who it is for."""
-    if match := _RECIPIENT.search(text):
-        return Header(match[1], to="arguments")
-    return Header(to="reasoning" if "analysis" in text else "content")
-
-
-def _state(reads: str, marks: Mapping[str, str] | None = None, *others: Mark, **options: object) -> ReadingState:
-    simple = tuple(Mark(text, to) for text, to in (marks or {}).items())
-    return ReadingState(reads, simple + others, **options)  # type: ignore[arg-type]
+from jaxvllm.text.reasoning import FORMATS
+from jaxvllm.text.tool_calls.format import Header, Mark, ReadingState, ToolCallFormat, framed, state
+from jaxvllm.text.tool_calls.headers import channel, numbered, plain
+from jaxvllm.text.tool_calls.parameter_formats import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GLM45,
+    HY_V3,
+    LONGCAT,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    SOLAR_OPEN2,
+    STEP3,
+)
 
 
 def _tagged_objects(opening: str, closing: str) -> dict[str, ReadingState]:
     """Returns the states of formats with a JSON object between two marks."""
     return {
-        "content": _state("content", {opening: "call"}),
-        "call": _state("call", then="close"),
-        "close": _state("space", {closing: "content"}),
+        "content": state("content", {opening: "call"}),
+        "call": state("call", then="close"),
+        "close": state("space", {closing: "content"}),
     }
 
 
 def _arrays(*openings: str, closings: Mapping[str, str] | None = None) -> dict[str, ReadingState]:
     """Returns the states of formats with a JSON array of objects after a mark."""
     return {
-        "content": _state("content", dict.fromkeys(openings, "array")),
-        "array": _state("space", {"[": "call"}),
-        "call": _state("call", then="next"),
-        "next": _state("space", {",": "call", "]": "close" if closings else "content"}),
-    } | ({"close": _state("space", closings)} if closings else {})
+        "content": state("content", dict.fromkeys(openings, "array")),
+        "array": state("space", {"[": "call"}),
+        "call": state("call", then="next"),
+        "next": state("space", {",": "call", "]": "close" if closings else "content"}),
+    } | ({"close": state("space", closings)} if closings else {})
 
 
-def _xml(section: Mapping[str, str], closing: str) -> dict[str, ReadingState]:
-    """Returns the states of Qwen's XML, in which each call is a function with parameters."""
+def _python_list(opening: str, closing: str) -> dict[str, ReadingState]:
+    """Returns the states of formats with a list of Python's calls after a mark."""
     return {
-        "content": _state("content", {**section, "<function=": "name"}),
-        "open": _state("space", {"<function=": "name"}),
-        "name": _state("header", {">": "parameters"}, header=_quoted),
-        "parameters": _state("space", {"<parameter=": "key"}, Mark("</function>", "close", ends_call=True)),
-        "key": _state("key", {">": "value"}),
-        "value": _state("value", {"</parameter>": "parameters"}),
-        "close": _state("space", {closing: "content", "<function=": "name"}),
+        "content": state("content", {opening: "open"}),
+        "open": state("space", {"[": "name"}),
+        "name": state("header", {"(": "keywords"}, header=plain),
+        "keywords": state("keywords", then="next"),
+        "next": state("space", {",": "name", "]": "close"}),
+        "close": state("space", {closing: "content"}, otherwise="content"),
+    }
+
+
+def _gemma(opening: str, closing: str, quote: str) -> dict[str, ReadingState]:
+    """Returns the states of formats with calls in Gemma's notation between two marks."""
+    return {
+        "content": state("content", {opening: "open"}),
+        "open": state("space", {"call:": "name"}),
+        "name": state("header", {}, Mark("{", "object", stays=True), header=plain),
+        "object": state("object", then="close", quote=quote),
+        "close": state("space", {closing: "content"}),
     }
 
 
 HERMES = ToolCallFormat(_tagged_objects("<tool_call>", "</tool_call>"), signs=(("<tool_call>",),))
 
-QWEN3_CODER = ToolCallFormat(
-    _xml({"<tool_call>": "open"}, "</tool_call>"), signs=(("<tool_call>", "<function="), ("<tool_call>", "<parameter="))
-)
-
-SEED_OSS = ToolCallFormat(_xml({"<seed:tool_call>": "open"}, "</seed:tool_call>"), signs=(("<seed:tool_call>",),))
-
-GLM45 = ToolCallFormat(
-    {
-        "content": _state("content", {"<tool_call>": "name"}),
-        "name": _state(
-            "header",
-            {},
-            Mark("<arg_key>", "parameters", stays=True),
-            Mark("</tool_call>", "parameters", stays=True),
-            header=_plain,
-        ),
-        "parameters": _state("space", {"<arg_key>": "key"}, Mark("</tool_call>", "content", ends_call=True)),
-        "key": _state("key", {"</arg_key>": "between"}),
-        "between": _state("space", {"<arg_value>": "value"}),
-        "value": _state("value", {"</arg_value>": "parameters"}, trims="space", untyped="json"),
-    },
-    signs=(("<tool_call>", "<arg_key>"),),
-)
+ERNIE45 = ToolCallFormat(framed(HERMES.states, FORMATS["ernie45"].frame), signs=(("<tool_call>", "<response>"),))
 
 LLAMA3_JSON = ToolCallFormat(
     {
-        "start": _state("space", {"<|python_tag|>": "call"}, Mark("{", "call", stays=True)),
-        "content": _state("content", {"<|python_tag|>": "call"}),
-        "call": _state("call", then="next", is_bare=True),
-        "next": _state("space", {";": "call", "<|python_tag|>": "call"}),
+        "start": state("space", {"<|python_tag|>": "call"}, Mark("{", "call", stays=True)),
+        "content": state("content", {"<|python_tag|>": "call"}),
+        "call": state("call", then="next", is_bare=True),
+        "next": state("space", {";": "call", "<|python_tag|>": "call"}),
     },
     start="start",
     signs=(("<|python_tag|>",), ('{"name": function name, "parameters"',)),
 )
 
 PYTHONIC = ToolCallFormat(
-    {
-        "start": _state("space", {"[": "name", "<|python_start|>": "open"}),
-        "content": _state("content", {"<|python_start|>": "open"}),
-        "open": _state("space", {"[": "name"}),
-        "name": _state("header", {"(": "keywords"}, header=_plain),
-        "keywords": _state("keywords", then="next"),
-        "next": _state("space", {",": "name", "]": "close"}),
-        "close": _state("space", {"<|python_end|>": "content"}, otherwise="content"),
-    },
+    _python_list("<|python_start|>", "<|python_end|>")
+    | {"start": state("space", {"[": "name", "<|python_start|>": "open"})},
     start="start",
     signs=(("[func_name1(params_name1=params_value1",), ("<|python_start|>",)),
+)
+
+LFM2 = ToolCallFormat(
+    _python_list("<|tool_call_start|>", "<|tool_call_end|>"), signs=(("<|tool_list_start|>",), ("<|tool_call_start|>",))
+)
+
+# Each call has a line of its own.
+OLMO3 = ToolCallFormat(
+    {
+        "content": state("content", {"<function_calls>": "next"}),
+        "next": state("space", {"</function_calls>": "content"}, otherwise="name"),
+        "name": state("header", {"(": "keywords"}, header=plain),
+        "keywords": state("keywords", then="next"),
+    },
+    signs=(("<function_calls>",),),
 )
 
 # From version 11 of Mistral's tokenizer on, each call has a mark of its own; before, one array had all calls.
 MISTRAL = ToolCallFormat(
     {
-        "content": _state("content", {"[TOOL_CALLS]": "open"}),
-        "open": _state("space", {"[": "call"}, otherwise="name"),
-        "call": _state("call", then="next"),
-        "next": _state("space", {",": "call", "]": "content"}),
-        "name": _state(
+        "content": state("content", {"[TOOL_CALLS]": "open"}),
+        "open": state("space", {"[": "call"}, otherwise="name"),
+        "call": state("call", then="next"),
+        "next": state("space", {",": "call", "]": "content"}),
+        "name": state(
             "header",
             {"[ARGS]": "arguments", "[CALL_ID]": "id"},
             Mark("{", "arguments", stays=True),
-            header=_plain,
+            header=plain,
         ),
-        "id": _state("header", {"[ARGS]": "arguments"}, header=lambda text: Header()),
-        "arguments": _state("arguments", then="after"),
-        "after": _state("space", {"[TOOL_CALLS]": "open"}),
+        "id": state("header", {"[ARGS]": "arguments"}, header=lambda text: Header()),
+        "arguments": state("arguments", then="after"),
+        "after": state("space", {"[TOOL_CALLS]": "open"}),
     },
     ids="mistral",
     signs=(("[TOOL_CALLS]",),),
 )
 
 _DEEPSEEK = {
-    "content": _state("content", {"<｜tool▁calls▁begin｜>": "section"}),
-    "section": _state("space", {"<｜tool▁call▁begin｜>": "name", "<｜tool▁calls▁end｜>": "content"}),
-    "close": _state("space", {"<｜tool▁call▁end｜>": "section"}),
+    "content": state("content", {"<｜tool▁calls▁begin｜>": "section"}),
+    "section": state("space", {"<｜tool▁call▁begin｜>": "name", "<｜tool▁calls▁end｜>": "content"}),
+    "close": state("space", {"<｜tool▁call▁end｜>": "section"}),
 }
 
 DEEPSEEK_V31 = ToolCallFormat(
     _DEEPSEEK
     | {
-        "name": _state("header", {"<｜tool▁sep｜>": "arguments"}, header=_plain),
-        "arguments": _state("arguments", then="close"),
+        "name": state("header", {"<｜tool▁sep｜>": "arguments"}, header=plain),
+        "arguments": state("arguments", then="close"),
     },
     signs=(("<｜tool▁calls▁begin｜>",),),
 )
@@ -165,22 +139,22 @@ DEEPSEEK_V31 = ToolCallFormat(
 DEEPSEEK_V3 = ToolCallFormat(
     _DEEPSEEK
     | {
-        "section": _state("space", {"<｜tool▁call▁begin｜>": "kind", "<｜tool▁calls▁end｜>": "content"}),
-        "kind": _state("space", {"function<｜tool▁sep｜>": "name"}),
-        "name": _state("header", {"```json": "arguments"}, header=_plain),
-        "arguments": _state("arguments", then="fence"),
-        "fence": _state("space", {"```": "close"}),
+        "section": state("space", {"<｜tool▁call▁begin｜>": "kind", "<｜tool▁calls▁end｜>": "content"}),
+        "kind": state("space", {"function<｜tool▁sep｜>": "name"}),
+        "name": state("header", {"```json": "arguments"}, header=plain),
+        "arguments": state("arguments", then="fence"),
+        "fence": state("space", {"```": "close"}),
     },
     signs=(("<｜tool▁calls▁begin｜>", "```json"),),
 )
 
 KIMI_K2 = ToolCallFormat(
     {
-        "content": _state("content", {"<|tool_calls_section_begin|>": "section"}),
-        "section": _state("space", {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"}),
-        "name": _state("header", {"<|tool_call_argument_begin|>": "arguments"}, header=_numbered),
-        "arguments": _state("arguments", then="close"),
-        "close": _state("space", {"<|tool_call_end|>": "section"}),
+        "content": state("content", {"<|tool_calls_section_begin|>": "section"}),
+        "section": state("space", {"<|tool_call_begin|>": "name", "<|tool_calls_section_end|>": "content"}),
+        "name": state("header", {"<|tool_call_argument_begin|>": "arguments"}, header=numbered),
+        "arguments": state("arguments", then="close"),
+        "close": state("space", {"<|tool_call_end|>": "section"}),
     },
     signs=(("<|tool_calls_section_begin|>",),),
 )
@@ -188,18 +162,18 @@ KIMI_K2 = ToolCallFormat(
 # gpt-oss. An answer is several messages, each with a header; reasoning is one of their channels.
 HARMONY = ToolCallFormat(
     {
-        "start": _state(
+        "start": state(
             "space",
             {"<|start|>": "header"},
             Mark("<|channel|>", "header", stays=True),
             Mark("to=", "header", stays=True),
             Mark("assistant<", "header", stays=True),
         ),
-        "header": _state("header", {"<|message|>": "content"}, header=_channel),
-        "content": _state("content", {"<|end|>": "between", "<|return|>": "between", "<|start|>": "header"}),
-        "reasoning": _state("reasoning", {"<|end|>": "between", "<|start|>": "header"}),
-        "arguments": _state("arguments", then="between"),
-        "between": _state(
+        "header": state("header", {"<|message|>": "content"}, header=channel),
+        "content": state("content", {"<|end|>": "between", "<|return|>": "between", "<|start|>": "header"}),
+        "reasoning": state("reasoning", {"<|end|>": "between", "<|start|>": "header"}),
+        "arguments": state("arguments", then="between"),
+        "between": state(
             "space",
             {"<|start|>": "header", "<|call|>": "between", "<|end|>": "between"},
             Mark("<|channel|>", "header", stays=True),
@@ -211,65 +185,169 @@ HARMONY = ToolCallFormat(
 
 GRANITE = ToolCallFormat(
     _arrays("<|tool_call|>", "<tool_call>")
-    | {"start": _state("space", {"<|tool_call|>": "array", "<tool_call>": "array"}, Mark("[", "array", stays=True))},
+    | {"start": state("space", {"<|tool_call|>": "array", "<tool_call>": "array"}, Mark("[", "array", stays=True))},
     start="start",
     signs=(("<|tool_call|>",),),
 )
 
 GRANITE_20B_FC = ToolCallFormat(
     {
-        "content": _state("content", {"<function_call>": "call"}),
-        "call": _state("call", then="next"),
-        "next": _state("space", {"<function_call>": "call"}),
+        "content": state("content", {"<function_call>": "call"}),
+        "call": state("call", then="next"),
+        "next": state("space", {"<function_call>": "call"}),
     },
     signs=(("<function_call>",),),
 )
 
-JAMBA = ToolCallFormat(_arrays("<tool_calls>", closings={"</tool_calls>": "content"}))
+JAMBA = ToolCallFormat(_arrays("<tool_calls>", closings={"</tool_calls>": "content"}), signs=(("<tool_calls>[",),))
+
+COHERE_COMMAND = ToolCallFormat(
+    framed(_arrays("<|START_ACTION|>", closings={"<|END_ACTION|>": "content"}), FORMATS["cohere_command3"].frame),
+    signs=(("<|START_ACTION|>",),),
+)
+
+# The name of the function is the only key of an object.
+APERTUS = ToolCallFormat(
+    {
+        "content": state("content", {"<|tools_prefix|>": "array"}),
+        "array": state("space", {"[": "object"}),
+        "object": state("space", {"{": "key"}),
+        "key": state("space", {'"': "name"}),
+        "name": state("header", {'"': "colon"}, header=plain),
+        "colon": state("space", {":": "arguments"}),
+        "arguments": state("arguments", then="end"),
+        "end": state("space", {"}": "next"}),
+        "next": state("space", {",": "object", "]": "close"}),
+        "close": state("space", {"<|tools_suffix|>": "content"}),
+    },
+    signs=(("<|tools_prefix|>",),),
+)
+
+INTERNLM = ToolCallFormat(
+    _tagged_objects("<|plugin|>", "<|action_end|>")
+    | {
+        "content": state("content", {"<|action_start|>": "kind"}),
+        "kind": state("space", {"<|plugin|>": "call"}),
+    },
+    signs=(("<|action_start|>", "<|plugin|>"),),
+)
+
+_GIGACHAT3 = {"function call<|role_sep|>": "call", "<|function_call|>": "call"}
+
+GIGACHAT3 = ToolCallFormat(
+    {
+        "content": state("content", {"<|message_sep|>": "content", **_GIGACHAT3}),
+        "call": state("call", then="next"),
+        "next": state("space", {"<|message_sep|>": "next", **_GIGACHAT3}),
+    },
+    signs=(("function call<|role_sep|>",), ("<|function_call|>", "<|message_sep|>")),
+)
 
 PHI4_MINI_JSON = ToolCallFormat(_arrays("functools"), signs=(("functools[",),))
+
+_XLAM = _arrays("```json", "<tool_call>", closings={"```": "content", "</tool_call>": "content"})
+
+# An array of calls, alone or within marks of other formats.
+XLAM = ToolCallFormat(
+    _XLAM
+    | {
+        "start": state("space", {}, *_XLAM["content"].marks, Mark("[", "array", stays=True)),
+        "call": state("call", then="next", is_bare=True),
+        "close": replace(_XLAM["close"], otherwise="content"),
+    },
+    start="start",
+    signs=(('[{"name": "tool_call_name", "arguments"',),),
+)
+
+GEMMA4 = ToolCallFormat(_gemma("<|tool_call>", "<tool_call|>", '<|"|>'), signs=(("<|tool_call>", "<tool_call|>"),))
+
+FUNCTIONGEMMA = ToolCallFormat(
+    _gemma("<start_function_call>", "<end_function_call>", "<escape>"), signs=(("<start_function_call>",),)
+)
 
 # All text is content.
 NO_CALLS = ToolCallFormat({"content": ReadingState("content")})
 
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
     {
+        "apertus": APERTUS,
+        "cohere_command3": COHERE_COMMAND,
+        "cohere_command4": COHERE_COMMAND,
         "deepseek_v3": DEEPSEEK_V3,
         "deepseek_v31": DEEPSEEK_V31,
+        "deepseek_v32": DEEPSEEK_V32,
+        "deepseek_v4": DEEPSEEK_V4,
+        "ernie45": ERNIE45,
+        "functiongemma": FUNCTIONGEMMA,
+        "gemma4": GEMMA4,
+        "gigachat3": GIGACHAT3,
         "glm45": GLM45,
+        "glm47": GLM45,
         "granite": GRANITE,
         "granite-20b-fc": GRANITE_20B_FC,
         "granite4": HERMES,
         "hermes": HERMES,
+        "hunyuan_a13b": JAMBA,
+        "hy_v3": HY_V3,
+        "internlm": INTERNLM,
         "jamba": JAMBA,
         "kimi_k2": KIMI_K2,
+        "lfm2": LFM2,
+        "ling3": GLM45,
         "llama3_json": LLAMA3_JSON,
         "llama4_json": LLAMA3_JSON,
         "llama4_pythonic": PYTHONIC,
+        "longcat": LONGCAT,
+        "mimo": QWEN3_CODER,
+        "minimax_m2": MINIMAX_M2,
         "mistral": MISTRAL,
+        "olmo3": OLMO3,
         "openai": HARMONY,
         "phi4_mini_json": PHI4_MINI_JSON,
+        "poolside_v1": GLM45,
         "pythonic": PYTHONIC,
         "qwen3_coder": QWEN3_CODER,
         "qwen3_xml": QWEN3_CODER,
         "seed_oss": SEED_OSS,
+        "solar_open2": SOLAR_OPEN2,
+        "step3": STEP3,
+        "step3p5": QWEN3_CODER,
+        "xlam": XLAM,
     }
 )
 
 # Formats by the signs of a template, those with more signs before others that they contain.
 _GUESSES = (
     HARMONY,
+    HY_V3,
     GLM45,
     QWEN3_CODER,
     SEED_OSS,
+    MINIMAX_M2,
+    LONGCAT,
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    STEP3,
     KIMI_K2,
+    SOLAR_OPEN2,
     MISTRAL,
     PYTHONIC,
+    LFM2,
+    OLMO3,
     LLAMA3_JSON,
     GRANITE,
     PHI4_MINI_JSON,
+    COHERE_COMMAND,
+    APERTUS,
+    GEMMA4,
+    FUNCTIONGEMMA,
+    INTERNLM,
+    GIGACHAT3,
+    JAMBA,
+    XLAM,
+    ERNIE45,
     HERMES,
 )
 
@@ -285,28 +363,28 @@ def guessed_format(template: str) -> ToolCallFormat | None:
 def in_harmony(answer: ToolCallFormat) -> ToolCallFormat:
     """Returns harmony with an answer that has a format of its own, in the channel that otherwise has content."""
 
-    def name(state: str) -> str:
-        return state if state == "content" else f"answer {state}"
+    def name(key: str) -> str:
+        return key if key == "content" else f"answer {key}"
 
-    def channel(text: str) -> Header | None:
-        header = _channel(text)
+    def answering(text: str) -> Header | None:
+        header = channel(text)
         return Header(to=name(answer.start)) if header is not None and header.to == "content" else header
 
     states = dict(HARMONY.states)
-    for key, state in answer.states.items():
-        marks = tuple(replace(mark, to=name(mark.to)) for mark in state.marks)
+    for key, old in answer.states.items():
+        marks = tuple(replace(mark, to=name(mark.to)) for mark in old.marks)
         if key == "content":
             states[key] = replace(states[key], marks=states[key].marks + marks)
         else:
-            then, otherwise = (None if to is None else name(to) for to in (state.then, state.otherwise))
-            states[name(key)] = replace(state, marks=marks, then=then, otherwise=otherwise)
-    states["header"] = replace(HARMONY.states["header"], header=channel)
+            then, otherwise = (None if to is None else name(to) for to in (old.then, old.otherwise))
+            states[name(key)] = replace(old, marks=marks, then=then, otherwise=otherwise)
+    states["header"] = replace(HARMONY.states["header"], header=answering)
     return ToolCallFormat(states, HARMONY.start, answer.ids, is_forced=answer.is_forced)
 
 
 def required_calls() -> ToolCallFormat:
     """Returns the format of an answer that is a JSON array of calls, and nothing else."""
-    states = _arrays() | {"start": _state("space", {}, Mark("[", "array", stays=True))}
+    states = _arrays() | {"start": state("space", {}, Mark("[", "array", stays=True))}
     return ToolCallFormat(states, start="start", is_forced=True)
 
 
@@ -315,7 +393,7 @@ def named_call(name: str) -> ToolCallFormat:
     return ToolCallFormat(
         {
             "content": ReadingState("content"),
-            "arguments": _state("arguments", then="content", name=name),
+            "arguments": state("arguments", then="content", name=name),
         },
         start="arguments",
         is_forced=True,

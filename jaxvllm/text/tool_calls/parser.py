@@ -14,6 +14,7 @@ from jaxvllm.text.tool_calls.readers import (
     ArgumentsReader,
     CallReader,
     KeywordsReader,
+    ObjectReader,
     Reader,
     ValueReader,
 )
@@ -142,6 +143,8 @@ class ToolCallParser:
             self._reader = CallReader(self, state.is_bare)
         elif state.reads == "keywords":
             self._reader = KeywordsReader(self)
+        elif state.reads == "object":
+            self._reader = ObjectReader(self, state.quote)
         elif state.reads == "value":
             self._value = self._begin_value()
 
@@ -182,8 +185,10 @@ class ToolCallParser:
         if found is None:
             return None, stop
         mark = state.mark_of[found[0]]
+        if mark.is_shown:
+            self._take_text(mark.text)
         if state.reads in OPEN_ENDED:
-            self._record = [mark.text]
+            self._record = [] if mark.is_shown else [mark.text]
         else:
             self._record.append(mark.text)
             assert self._value is not None
@@ -204,7 +209,8 @@ class ToolCallParser:
 
     def _begin_value(self) -> ValueReader:
         self.parameter(self._key)
-        return ValueReader(self, self._state, types_of(self._schemas.get(self._name), self._key))
+        types = types_of(self._schemas.get(self._name), self._key)
+        return ValueReader(self, self._state, frozenset({"string"}) if self._state.is_text else types)
 
     def _read_space(self, text: str, at: int, is_last: bool) -> tuple[str | None, int]:
         state, start = self._state, at

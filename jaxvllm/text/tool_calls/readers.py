@@ -1,16 +1,20 @@
-"""The readers of what a call consists of: its arguments as JSON, a whole call as JSON, Python's keywords, and values.
+"""The readers of what a call consists of: arguments or a whole call as JSON, keywords, objects, and values.
 
 A reader gets text in parts of any size. It tells a `Calls` what it has found as soon as that is certain.
 """
 
 import json
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxvllm.text.tool_calls.format import ReadingState
+from jaxvllm.text.tool_calls.gemma_scanner import GemmaScanner
 from jaxvllm.text.tool_calls.json_scanner import WHITESPACE, JsonScanner
 from jaxvllm.text.tool_calls.python_scanner import PythonScanner
 from jaxvllm.text.tool_calls.typed_values import as_json
 
+# Other words for the keys of a call.
+_KEYS = {"parameters": "arguments", "tool_name": "name"}
 MAX_HEADER = 256  # characters of a function's name with what surrounds it, and of a parameter's name
 
 
@@ -64,7 +68,7 @@ class ArgumentsReader:
 
 
 class CallReader:
-    """Reads a JSON object with the name and the arguments (or parameters) of a call, in any order."""
+    """Reads a JSON object with the name (or tool_name) and the arguments (or parameters) of a call, in any order."""
 
     def __init__(self, calls: Calls, is_bare: bool) -> None:
         self.done = self.failed = False
@@ -148,7 +152,7 @@ class CallReader:
         self._parts.clear()
         if self._expects != "value":
             self._key, self._expects = json.loads(text), ":"
-            self._key = "arguments" if self._key == "parameters" else self._key
+            self._key = _KEYS.get(self._key, self._key)
             return not self._is_bare or self._key in ("name", "arguments", "type", "id")
         self._expects = ","
         if self._key == "name":
@@ -236,6 +240,21 @@ class KeywordsReader:
         self._expects = "value"
 
 
+class ObjectReader:
+    """Reads the arguments as one object in Gemma's notation."""
+
+    def __init__(self, calls: Calls, quote: str) -> None:
+        self.done = self.failed = False
+        self._calls = calls
+        self._scanner = GemmaScanner(quote)
+
+    def scan(self, text: str, at: int) -> int:
+        stop = self._scanner.scan(text, at)
+        self._calls.arguments(self._scanner.take())
+        self.done = self._scanner.done
+        return stop
+
+
 class ValueReader:
     """Reads the value of an XML parameter up to its mark. A string is shown as it comes, anything else at its end."""
 
@@ -243,7 +262,7 @@ class ValueReader:
         self._calls = calls
         self._types = types
         self._is_text = types == {"string"} or (not types and state.untyped == "text")
-        self._ends = "\n" if state.trims == "newline" else None  # of a value, with the meaning of str.strip
+        self._trims = state.trims
         self._has_begun = False
         self._parts: list[str] = []  # of a text: its end so far, which does not belong to it if nothing follows
         if self._is_text:
@@ -255,10 +274,10 @@ class ValueReader:
             self._parts.append(text)
             return
         if not self._has_begun:
-            text = text.removeprefix("\n") if self._ends else text.lstrip()
-            self._has_begun = bool(self._ends or text)
-        shown = (text[:-1] if text.endswith("\n") else text) if self._ends else text.rstrip()
-        if shown or (self._ends and text):
+            text = self._trimmed(text, str.removeprefix, str.lstrip)
+            self._has_begun = self._trims != "space" or bool(text)
+        shown = self._trimmed(text, str.removesuffix, str.rstrip)
+        if shown or (self._trims != "space" and text):
             self._calls.arguments(_escaped("".join(self._parts) + shown))
             self._parts.clear()
         if shown != text:
@@ -269,9 +288,14 @@ class ValueReader:
         if self._is_text:
             self._calls.arguments('"')
             return
-        text = "".join(self._parts)
-        text = text.removeprefix("\n").removesuffix("\n") if self._ends else text.strip()
-        self._calls.arguments(as_json(text, self._types))
+        text = self._trimmed("".join(self._parts), str.removeprefix, str.lstrip)
+        self._calls.arguments(as_json(self._trimmed(text, str.removesuffix, str.rstrip), self._types))
+
+    def _trimmed(self, text: str, newline: Callable[[str, str], str], space: Callable[[str], str]) -> str:
+        """Returns `text` without what does not belong to the value at one of its ends."""
+        if self._trims == "nothing":
+            return text
+        return newline(text, "\n") if self._trims == "newline" else space(text)
 
 
 def _is_unicode(text: str) -> bool:

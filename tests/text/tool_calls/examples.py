@@ -203,6 +203,205 @@ EXAMPLES = [
     ),
     Example("jamba", '<tool_calls>[\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n]</tool_calls>', [OSLO]),
     Example("phi4_mini_json", 'functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]', [OSLO]),
+    Example(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+        "<tool_call>get_time</tool_call> ok",
+        BOTH,
+        "ok",
+    ),
+    Example(
+        "minimax_m2",
+        'I write.\n<minimax:tool_call>\n<invoke name="write">\n<parameter name="path">a.py</parameter>\n'
+        '<parameter name="text">if a < b:\n    pass\n</parameter>\n<parameter name="mode">420</parameter>\n'
+        '<parameter name="tags">["x"]</parameter>\n</invoke>\n<invoke name="get_time">\n</invoke>\n'
+        "</minimax:tool_call>\nDone.",
+        [
+            ("write", {"path": "a.py", "text": "if a < b:\n    pass\n", "mode": 420, "tags": ["x"]}),
+            ("get_time", {}),
+        ],
+        "I write.\nDone.",
+    ),
+    Example(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">hello</invoke>',
+        [],
+        '<minimax:tool_call>\n<invoke name="f">hello</invoke>',
+    ),
+    Example(
+        "deepseek_v32",
+        'Sure.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="write">\n'
+        '<｜DSML｜parameter name="text" string="true">\n5\n</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="mode" string="true">null</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="tags" string="false">["x"]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="more" string="false">{"a": [1, null]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [("write", {"text": "\n5\n", "mode": "null", "tags": ["x"], "more": {"a": [1, None]}}), ("get_time", {})],
+        "Sure.",
+    ),
+    Example(
+        "deepseek_v32",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="maybe">1',
+        [],
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="maybe">1',
+    ),
+    Example(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Oslo'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        [OSLO],
+    ),
+    Example(
+        "step3",
+        'Hm.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">\n'
+        '<steptml:parameter name="city"> Oslo\n</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_time">\n</steptml:invoke>'
+        "<｜tool_call_end｜>\n<｜tool_calls_end｜>\nSo.",
+        BOTH,
+        "Hm.\nSo.",
+    ),
+    Example(
+        "hy_v3",
+        "Hm.<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
+        "</tool_call>\n<tool_call>get_time<tool_sep></tool_call>\n</tool_calls>",
+        BOTH,
+        "Hm.",
+    ),
+    Example("hy_v3", "<tool_calls>\n<tool_call>f</tool_call>", [], "<tool_calls>\n<tool_call>f</tool_call>"),
+    Example(
+        "longcat",
+        'Hm.\n<longcat_tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</longcat_tool_call>\n'
+        "<longcat_tool_call>get_time\n</longcat_tool_call>",
+        BOTH,
+        "Hm.",
+    ),
+    Example(
+        "longcat",
+        "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+        "<longcat_arg_value>Oslo</longcat_arg_value>\n</longcat_tool_call> ok",
+        [OSLO],
+        "ok",
+    ),
+    Example(
+        "longcat",
+        "<longcat_tool_call>not a call</longcat_tool_call>",
+        [],
+        "<longcat_tool_call>not a call</longcat_tool_call>",
+    ),
+    Example(
+        "solar_open2",
+        "Hm.\n<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>Oslo<|tool_arg:end|>\n"
+        "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n"
+        "<|tool_call:start|>get_time\n<|tool_call:end|>",
+        [("get_weather", {"city": "Oslo", "days": 3}), ("get_time", {})],
+        "Hm.",
+    ),
+    Example(
+        "lfm2",
+        'Hm. <|tool_call_start|>[get_weather(city="Oslo"), get_time()]<|tool_call_end|> So.',
+        BOTH,
+        "Hm. So.",
+    ),
+    Example(
+        "lfm2",
+        "<|tool_call_start|>[f(a=1+1)]<|tool_call_end|>",
+        [],
+        "<|tool_call_start|>[f(a=1+1)]<|tool_call_end|>",
+    ),
+    Example(
+        "olmo3",
+        "Sure.\n<function_calls>\nget_weather(city='Oslo')\nget_time()\nf(a=null, b=[true])\n</function_calls>\nSo.",
+        [*BOTH, ("f", {"a": None, "b": [True]})],
+        "Sure.\nSo.",
+    ),
+    Example("olmo3", "<function_calls>\nnone\n</function_calls>", [], "<function_calls>\nnone\n</function_calls>"),
+    Example(
+        "ernie45",
+        '\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n',
+        BOTH,
+    ),
+    Example("ernie45", "<response>\nIt is cold.\n</response>\n", [], "It is cold.\n"),
+    Example(
+        "hunyuan_a13b", '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>', [OSLO]
+    ),
+    Example(
+        "internlm",
+        'I ask.<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Oslo"}}<|action_end|>\n'
+        '<|action_start|><|plugin|>{"name": "get_time"}<|action_end|>',
+        BOTH,
+        "I ask.",
+    ),
+    Example(
+        "internlm",
+        "<|action_start|><|interpreter|>print(1)<|action_end|>",
+        [],
+        "<|action_start|><|interpreter|>print(1)<|action_end|>",
+    ),
+    Example(
+        "xlam",
+        'Hm.\n```json\n[{"name": "get_weather", "arguments": {"city": "Oslo"}}, '
+        '{"name": "get_time", "arguments": {}}]\n```\nSo.',
+        BOTH,
+        "Hm.\nSo.",
+    ),
+    Example("xlam", ' [{"name": "get_weather", "arguments": {"city": "Oslo"}}] So.', [OSLO], "So."),
+    Example("xlam", '<tool_call>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_call>', [OSLO]),
+    Example("xlam", '[{"name": "Zamira", "age": 31}]', [], '[{"name": "Zamira", "age": 31}]'),
+    Example("xlam", '```json\n{"a": 1}\n```', [], '```json\n{"a": 1}\n```'),
+    Example(
+        "apertus",
+        'I ask. <|tools_prefix|>[{"get_weather": {"city": "Oslo"}}, {"get_time": {}}]<|tools_suffix|>',
+        BOTH,
+        "I ask.",
+    ),
+    Example("apertus", '<|tools_prefix|>[{"f": 5}]<|tools_suffix|>', [], '<|tools_prefix|>[{"f": 5}]<|tools_suffix|>'),
+    Example(
+        "cohere_command3",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Oslo"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]<|END_ACTION|>',
+        BOTH,
+    ),
+    Example("cohere_command3", "<|START_RESPONSE|>It is cold.<|END_RESPONSE|>", [], "It is cold."),
+    Example(
+        "gigachat3",
+        'Hm.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}',
+        [OSLO],
+        "Hm.",
+    ),
+    Example(
+        "gigachat3",
+        '<|function_call|>{"name": "get_weather", "arguments": {"city": "Oslo"}}\n'
+        '<|function_call|>{"name": "get_time"}',
+        BOTH,
+    ),
+    Example(
+        "gemma4",
+        'Hm. <|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:write{text:<|"|>a "b" {<|x<\n<|"|>, tags:[<|"|>x<|"|>,<|"|>y<|"|>],more:{<|"|>k:<|"|>:'
+        "{l:true},m:None,n:-1.5e3,o:plain text,p:[],}}<tool_call|>",
+        [
+            ("get_weather", {"city": "Oslo", "days": 3}),
+            (
+                "write",
+                {
+                    "text": 'a "b" {<|x<\n',
+                    "tags": ["x", "y"],
+                    "more": {"k:": {"l": True}, "m": None, "n": -1500.0, "o": "plain text", "p": []},
+                },
+            ),
+        ],
+        "Hm.",
+    ),
+    Example("gemma4", "<|tool_call>call:get_time{}<tool_call|> So.", [("get_time", {})], "So."),
+    Example("gemma4", "<|tool_call>call:f{a:1]}<tool_call|>", [], "<|tool_call>call:f{a:1]}<tool_call|>"),
+    Example("gemma4", "<|tool_call>call:f{a}<tool_call|>", [], "<|tool_call>call:f{a}<tool_call|>"),
+    Example(
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Oslo<escape>}<end_function_call>"
+        "<start_function_call>call:get_time{}<end_function_call>",
+        BOTH,
+    ),
 ]
 
 

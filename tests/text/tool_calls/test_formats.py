@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from jaxvllm.text.assistant_message import AnswerFormat, AssistantMessage
 from jaxvllm.text.message_events import Arguments, CallBegin, CallBroken, CallCut, CallEnd, Content, Event, Reasoning
 from jaxvllm.text.reasoning import FORMATS
+from jaxvllm.text.tool_calls.format import ToolCallFormat
 from jaxvllm.text.tool_calls.formats import HARMONY, TOOL_CALL_FORMATS, guessed_format, named_call, required_calls
 from jaxvllm.text.tool_calls.parser import ToolCallParser
 from jaxvllm.text.tool_calls.readers import MAX_HEADER
@@ -53,6 +55,7 @@ PIECES = sorted(
         '{"name": "f", "arguments": ',
         "f",
         "functions.f:0",
+        "call:f{a:",
         "to=functions.f",
         "é",
         "\x00",
@@ -67,6 +70,20 @@ PIECES = sorted(
 
 def format_of(name: str) -> AnswerFormat:
     return AnswerFormat(calls=ALL[name], schemas=SCHEMAS)
+
+
+def words(format: ToolCallFormat, text: str) -> list[str]:
+    """The words of a text, without what is left out: the marks around the content, and sections without a call."""
+    found = []
+    for mark in format.states["content"].marks:
+        if mark.to == "content":
+            found.append(re.escape(mark.text))
+        elif format.states[mark.to].reads == "space":
+            ends = [end.text for end in format.states[mark.to].marks if end.to == "content"]
+            found += [rf"{re.escape(mark.text)}[ \t\n\r]*{re.escape(end)}" for end in ends]
+    while (rest := re.sub("|".join(found) or "(?!)", "", text)) != text:
+        text = rest
+    return text.split()
 
 
 def plain(events: list[Event]) -> list[tuple[Any, ...]]:
@@ -95,6 +112,13 @@ def test_there_are_examples_of_all_formats() -> None:
     assert all(any(format is one for one in shown) for format in TOOL_CALL_FORMATS.values())
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_parts_of_any_size_give_the_same_events(size: int) -> None:
+    for one in EXAMPLES:
+        reader, parts = format_of(one.format).reader, [one.text[at : at + size] for at in range(0, len(one.text), size)]
+        assert plain(read(reader(), parts)) == plain(read(reader(), [one.text])), one
+
+
 @given(st.sampled_from(EXAMPLES), st.lists(st.integers(0, 10_000), max_size=40))
 def test_any_split_of_an_answer_gives_the_same_events(one: Example, places: list[int]) -> None:
     format = format_of(one.format)
@@ -117,14 +141,14 @@ def test_garbage_is_read_alike_in_any_split_and_breaks_no_rule(name: str, pieces
     check_order(events)
     if not any(isinstance(event, CallBegin) for event in events) and name != "openai":
         shown = "".join(event.text for event in events if isinstance(event, Content))
-        assert shown.split() == text.split()
+        assert words(ALL[name], shown) == words(ALL[name], text)
 
 
-@pytest.mark.parametrize("reasoning", sorted(FORMATS))
+@pytest.mark.parametrize("reasoning", sorted({format: name for name, format in FORMATS.items()}.values()))
 def test_every_pair_of_formats_reads_calls_and_any_garbage(reasoning: str) -> None:
     """A server may have any format of reasoning beside any format of calls, and a model may write anything."""
     rng, thoughts = random.Random(reasoning), FORMATS[reasoning]
-    for name, calls in sorted(ALL.items()):
+    for name, calls in sorted({id(calls): (name, calls) for name, calls in ALL.items()}.values()):
         format = AnswerFormat(thoughts, calls, SCHEMAS)
         own = [*sorted(calls.marks), thoughts.start, thoughts.end]
         for _ in range(15):
@@ -184,6 +208,8 @@ HOSTILE = [
     "<|channel|>", "<|start|>", "<|channel|>analysis<|message|>", "<|channel|>to=functions.f<|message|>{", "<", "\n",
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f", "functools[",
     "<|tool_calls_section_begin|><|tool_call_begin|>f<|tool_call_argument_begin|>{", '[{"name": "f", "arguments": {',
+    "<|tool_call>call:f{a:[", '<|tool_call>call:f{a:<|"|>', '<minimax:tool_call><invoke name="f"><parameter name="a">',
+    "<function_calls>",
 ]  # fmt: skip
 
 
@@ -243,7 +269,8 @@ def work(name: str, parts: list[str]) -> int:
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "mistral", "pythonic", "llama3_json", "openai",
-                                  "deepseek_v3", "kimi_k2", "granite", "phi4_mini_json"])  # fmt: skip
+                                  "deepseek_v3", "kimi_k2", "granite", "phi4_mini_json", "gemma4", "minimax_m2",
+                                  "olmo3"])  # fmt: skip
 def test_hostile_text_takes_linear_time(name: str) -> None:
     for unit in HOSTILE:
         once, twice = (unit * (count // len(unit) + 1) for count in (1500, 3000))
@@ -305,6 +332,24 @@ GUESSES = {
     'Respond in the format {"name": function name, "parameters": dictionary of arguments}.': "llama3_json",
     "[func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)]": "pythonic",
     "{{ '<|tool_call|>' }}": "granite",
+    "{%- set toolcall_begin_token = '<minimax:tool_call>' %}<invoke name=": "minimax_m2",
+    "<｜DSML｜function_calls>{% for call in message.tool_calls %}<｜DSML｜invoke name=": "deepseek_v32",
+    "<｜DSML｜tool_calls>{% for call in message.tool_calls %}<｜DSML｜invoke name=": "deepseek_v4",
+    "{{ '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>' }}": "step3",
+    "<tool_calls>\n<tool_call>{{ name }}<tool_sep>\n<arg_key>": "hy_v3",
+    '<longcat_tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n</longcat_tool_call>': "longcat",
+    "{{ '<|tool_call:start|>' + name }}": "solar_open2",
+    "{{ 'List of tools: <|tool_list_start|>' }}": "lfm2",
+    "respond with a call in <function_calls></function_calls> XML tags": "olmo3",
+    "{{ '<tool_call>' + call + '</tool_call>' }}{{ '<response>' + content }}": "ernie45",
+    '<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}},...]</tool_calls>': "hunyuan_a13b",
+    '{{ "<|action_start|><|plugin|>" }}': "internlm",
+    'a single JSON array: [{"name": "tool_call_name", "arguments": {"arg1": "value1"}}]': "xlam",
+    "{%- set tool_calls_token = '<|tools_prefix|>' %}": "apertus",
+    "{{ '<|START_ACTION|>[' }}": "cohere_command3",
+    "{{ 'function call<|role_sep|>' }}": "gigachat3",
+    "{{ '<|tool_call>call:' + name + '{' }}{{ '}<tool_call|>' }}": "gemma4",
+    "{{ '<start_function_call>call:' }}": "functiongemma",
 }
 
 
@@ -315,3 +360,8 @@ def test_a_template_shows_its_format(template: str) -> None:
 
 def test_a_template_without_tools_shows_nothing() -> None:
     assert guessed_format("{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}") is None
+
+
+def test_the_page_about_serving_names_all_formats() -> None:
+    page = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    assert [name for name in (*TOOL_CALL_FORMATS, *FORMATS) if f"`{name}`" not in page] == []

@@ -1,4 +1,4 @@
-"""The two scanners of values, against the parsers of Python's library."""
+"""The scanners of values, those of JSON and Python against the parsers of Python's library."""
 
 import ast
 import json
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxvllm.text.tool_calls.gemma_scanner import GemmaScanner
 from jaxvllm.text.tool_calls.json_scanner import MAX_DEPTH, JsonScanner, json_kind
 from jaxvllm.text.tool_calls.python_scanner import PythonScanner, python_as_json
 from jaxvllm.text.tool_calls.typed_values import as_json, types_of
@@ -135,6 +136,52 @@ def test_python_does_not_depend_on_parts(text: str, place: int) -> None:
     if stop == len(head) and not parted.done:
         stop += parted.scan(tail, 0)
     assert (stop, parted.done, parted.take()) == (end, whole.done, whole.take())
+
+
+QUOTE = '<|"|>'
+GEMMA_SOUP = st.lists(
+    st.sampled_from([*'{}[]:,<|"> \n', QUOTE, "{a:", f"{QUOTE}k{QUOTE}:", "true", "-1.5", "x y", "é"]), max_size=12
+).map(lambda parts: "{" + "".join(parts))
+
+
+def in_gemma(value: Any) -> str:
+    """A value in Gemma's notation."""
+    match value:
+        case str():
+            return f"{QUOTE}{value}{QUOTE}"
+        case dict():
+            return "{" + ", ".join(f"{in_gemma(key)}:{in_gemma(inner)}" for key, inner in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(in_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+@given(st.dictionaries(st.text(), VALUES, max_size=4))
+def test_objects_of_gemma_become_json(value: dict[str, Any]) -> None:
+    scanner, text = GemmaScanner(QUOTE), in_gemma(value)
+    assert scanner.scan(text + "}", 0) == len(text)
+    assert scanner.done
+    assert json.loads(scanner.take()) == value
+
+
+@given(GEMMA_SOUP, st.integers(0, 30))
+def test_soup_of_gemma_is_json_if_it_ends_and_does_not_depend_on_parts(text: str, place: int) -> None:
+    whole, parted = GemmaScanner(QUOTE), GemmaScanner(QUOTE)
+    end = whole.scan(text, 0)
+    head, tail = text[:place], text[place:]
+    stop = parted.scan(head, 0)
+    if stop == len(head) and not parted.done:
+        stop += parted.scan(tail, 0)
+    made = whole.take()
+    assert (stop, parted.done, parted.take()) == (end, whole.done, made)
+    assert not whole.done or is_json(made)
+
+
+def test_depth_of_an_object_of_gemma_has_a_limit() -> None:
+    for depth in (MAX_DEPTH, MAX_DEPTH + 1):
+        scanner = GemmaScanner(QUOTE)
+        scanner.scan("{a:" + "[" * (depth - 1) + "]" * (depth - 1) + "}", 0)
+        assert scanner.done is (depth == MAX_DEPTH)
 
 
 @pytest.mark.parametrize(
