@@ -13,8 +13,9 @@ from jaxvllm.models.safetensors_files import WeightFiles
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
 
-# So many elements are decoded at a time, whose values take 16 MB in float32.
-_MOST = 1 << 22
+# So many elements are decoded at a time. For 15 million integers of four bits this takes 41 ms, and pieces of a quarter
+# of this size take 60, of four times this size 82.
+_MOST = 1 << 20
 
 
 @dataclass(frozen=True)

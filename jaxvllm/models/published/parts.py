@@ -6,13 +6,18 @@ import numpy as np
 
 from jaxvllm.models.tiling import Box
 
-# Returns the values of a box of a matrix, f32 of the shape of the box.
+# Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
 
 
 def stored(array: np.ndarray) -> Part:
     """Returns the values that `array` has."""
-    return lambda box: array[box.index((0,) * array.ndim)].astype(np.float32)
+    origin = (0,) * array.ndim
+    if array.itemsize > 1:
+        return lambda box: array[box.index(origin)].astype(np.float32)
+    # A cast from FP8 takes three times as long as a look-up (42 ms and 15 for 4 million values).
+    table = np.arange(256).astype(np.uint8).view(array.dtype).astype(np.float32)
+    return lambda box: table[array[box.index(origin)].view(np.uint8)]
 
 
 def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) -> Part:
@@ -78,8 +83,10 @@ def scaled(values: Part, scales: Part, zeros: Part | None = None) -> Part:
     """Returns (values - zeros) * scales. Without `zeros`, these are 0."""
 
     def product(box: Box) -> np.ndarray:
-        found = values(box) if zeros is None else values(box) - zeros(box)
-        product: np.ndarray = found * scales(box)
-        return product
+        found = values(box)  # a new array, which may be changed
+        if zeros is not None:
+            found -= zeros(box)
+        found *= scales(box)
+        return found
 
     return product
