@@ -17,6 +17,7 @@ from jaxvllm.models.published.mxfp4 import Mxfp4
 # By the quant_method that config.json states.
 METHODS: Mapping[str, Callable[[HfConfig], Encoding]] = {
     "fp8": Fp8.read,
+    "modelopt": Fp8.read_modelopt,
     "mxfp4": Mxfp4.read,
     "compressed-tensors": CompressedTensors.read,
     "awq": Awq.read,

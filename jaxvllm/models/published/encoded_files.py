@@ -16,6 +16,8 @@ from jaxvllm.models.weight_names import Source
 # So many elements are decoded at a time. For 15 million integers of four bits this takes 41 ms, and pieces of a quarter
 # of this size take 60, of four times this size 82.
 _MOST = 1 << 20
+# The ends of the names of scales of a quantized KV cache. Pages here have no such scales, and the model is the same.
+_OF_PAGES = (".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class EncodedFiles:
     @classmethod
     def of(cls, files: WeightFiles, encoding: Encoding) -> "EncodedFiles":
         parts: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        for name in sorted(files.names):
+        for name in sorted(name for name in files.names if not name.endswith(_OF_PAGES)):
             ends = ((end, whole) for end, whole in encoding.ends.items() if name.endswith(end))
             end, whole = next(ends, ("", ""))
             parts[name.removesuffix(end) + whole] += (name,)

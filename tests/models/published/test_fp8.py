@@ -63,10 +63,12 @@ def test_every_element_is_multiplied_by_its_scale(
 ) -> None:
     values, grid = random_fp8(shape), tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     own = np.asarray(np.random.default_rng(2).uniform(0.1, 2, scales), np.float32)
-    passed_over = {"x_proj.input_scale": np.ones(1, np.float32)}
+    passed_over = {f"x_proj.{of}_scale": np.ones(1, np.float32) for of in ("input", "k", "v")}
     write_tensors(tmp_path, {NAME: values, f"{NAME}{end}": own, **passed_over})
     expected = values.astype(np.float32) * by_block(own.reshape(grid), shape, block)
     check_values(encoded(tmp_path, {"quant_method": "fp8", "weight_block_size": stated}), NAME, expected)
+    if stated is None:
+        check_values(encoded(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}), NAME, expected)
 
 
 def test_large_matrices_are_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,9 @@ def test_gptq(bits: int, version: str, order: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported: supported are fp8, mxfp4,"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported: supported are fp8, modelopt,"),
         ({"bits": 4}, "quant_method None is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be one of FP8, not 'NVFP4'"),
         (compressed("nvfp4-pack-quantized"), "format must be one of float-quantized.*not 'nvfp4-pack-quantized'"),
         (compressed("pack-quantized", num_bits=3, type="int"), "num_bits of type int must be 4 or 8"),
         (compressed("float-quantized", num_bits=4, type="float"), "num_bits of type float must be 8"),
