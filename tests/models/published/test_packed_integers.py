@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxvllm.models.published import published_encoding, without_encoding
 from tests.models.published.written import E4M3, by_block, check_values, encoded, write_tensors
 
 NAME = "x_proj.weight"
@@ -123,6 +124,16 @@ def test_gptq(bits: int, version: str, order: str, tmp_path: Path) -> None:
     check_values(encoded(tmp_path, settings), NAME, expected)
     # `dynamic` gives a layer other bits than the config states for most.
     check_values(encoded(tmp_path, settings | {"bits": 8}), NAME, expected)
+
+
+def test_the_config_of_a_decoder_within_another_model_may_state_the_encoding() -> None:
+    settings = compressed("pack-quantized", num_bits=4, type="int", group_size=32)
+    inner = {"hidden_size": 8, "quantization_config": settings}
+    config = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": inner}
+    assert published_encoding(config) == published_encoding({"quantization_config": settings}) is not None
+    plain = without_encoding(config | {"quantization_config": settings})
+    assert plain == config | {"text_config": {"hidden_size": 8}}
+    assert published_encoding(plain) is None
 
 
 @pytest.mark.parametrize(
