@@ -134,7 +134,7 @@ class EngineConfig:
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(
                 f"quantization must be one of {', '.join(get_args(Quantization))} or None, not {self.quantization!r}: "
-                "quantized checkpoints are not supported, and these are made of one in 16 or 32 bits"
+                "quantized checkpoints are recognized by their config.json, and these are made of any checkpoint"
             )
         overrides = json_object("hf_overrides", self.hf_overrides)
         object.__setattr__(self, "hf_overrides", json.dumps(overrides))

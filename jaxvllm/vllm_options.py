@@ -68,7 +68,7 @@ VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
         "none|null": None,
         "int8|int8_per_channel_weight_only": "int8",
         ".*": Refused(
-            "quantized checkpoints are not supported; int8 is made of one in 16 or 32 bits",
+            "quantized checkpoints are recognized by their config.json; int8 is made of any checkpoint",
             field="quantization",
             value="int8",
         ),
@@ -246,11 +246,11 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "config_format": Refused("config.json is read", neutral=("auto", "hf")),
     **_each(
-        Refused("quantized checkpoints are not supported", neutral=("none", "null")),
+        Refused("quantized checkpoints are recognized by their config.json", neutral=("none", "null")),
         "quantization_config kv_cache_dtype_skip_layers",
     ),
     **_each(
-        Refused("quantized checkpoints are not supported", "nothing"),
+        Refused("quantized checkpoints are recognized by their config.json", "nothing"),
         "allow_deprecated_quantization calculate_kv_scales",
     ),
     "no_enable_chunked_prefill": Refused(

@@ -16,7 +16,7 @@ _NO_CHOICE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "each device computes the whole draft"),
     "tensor_parallel_size": ((None,), "each device computes the whole draft"),
     "max_model_len": ((None,), "there are drafts up to max_model_len of the model"),
-    "quantization": ((None,), "quantized checkpoints are not supported"),
+    "quantization": ((None,), "quantized checkpoints are recognized by their config.json"),
     "revision": ((None,), "give the directory of that revision as the model"),
     "code_revision": ((None,), "nothing in a checkpoint is ever executed"),
     "draft_load_config": ((None,), "drafts are read from safetensors"),

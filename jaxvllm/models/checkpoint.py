@@ -18,9 +18,11 @@ from jaxvllm.models import orbax_tree
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.held_tensors import HeldTensors
-from jaxvllm.models.hf_weights import INDEX, StoredWeights
+from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
+from jaxvllm.models.published import without_encoding
+from jaxvllm.models.safetensors_files import INDEX
 from jaxvllm.models.shards import assemble, joined, read_shards, sharding_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -104,7 +106,7 @@ def load(
         weights = (
             OrbaxTree.open(path / TREE, spec)
             if (path / TREE).is_dir()
-            else StoredWeights.open(path, find_family(hf_config or read_config(path)), spec)
+            else StoredWeights.open(path, hf_config or read_config(path), spec)
         )
     of_stages = []
     for number, stage in enumerate(stage_meshes(mesh)):
@@ -139,7 +141,7 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
         raise ValueError(f"{model} is an orbax tree already: any mesh can load it")
     name = config_dtype(config) if dtype == "auto" else dtype
     sharding_of = orbax_tree.stored_sharding(mesh)
-    weights = StoredWeights.open(model, find_family(config), spec)
+    weights = StoredWeights.open(model, config, spec)
     # These come first, so that a directory that cannot be written to is found before minutes of reading weights.
     output.mkdir(parents=True, exist_ok=True)
     for file in companions:
@@ -148,7 +150,8 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     orbax_tree.save(output / TREE, assemble(Spread(spec), 0, "separate", name, sharding_of, parts, PLAIN_FORMS))
     # The config comes last: if anything went wrong before, the directory has none and is not taken for a model. Its
     # dtype is the one that `auto` will load.
-    (output / CONFIG).write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")
+    written = without_encoding(config) | {"dtype": name}
+    (output / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def _companions(model: Path) -> list[Path]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxvllm.models.tiling import Fill, copied
+from jaxvllm.models.weight_names import Source
+
 
 @dataclass(frozen=True)
 class HeldTensors:
@@ -33,7 +36,7 @@ class HeldTensors:
         if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
             raise ValueError(f"the given tensor {name} has dtype {array.dtype}: give floating-point numbers")
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the tensor on the host. Raises ValueError as `check` does."""
-        self.check(name, shape)
-        return np.asarray(self.arrays[name])
+    def fill(self, source: Source) -> Fill:
+        """Returns the function that fills a part of our array. Raises ValueError as `check` does."""
+        self.check(source.name, source.shape)
+        return copied(source.part_of(np.asarray(self.arrays[source.name])))

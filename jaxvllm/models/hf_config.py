@@ -20,7 +20,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Keys that change the computation of a model, and their values that change nothing. A family that supports one of them
 # says so (`Family.understood`).
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
     "use_bidirectional_attention": (None, False),
     "attention_chunk_size": (None,),
     "num_local_experts": (None, 0),

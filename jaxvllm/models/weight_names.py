@@ -29,6 +29,16 @@ class Source:
         # A copy would put the whole tensor into the host's memory.
         return rows.reshape(self.view, copy=False)
 
+    def steps(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Returns where that part begins in the tensor, and the step of each of its axes along each of the tensor's.
+
+        A view of a tensor is linear: element v of it is element start + sum of step * v of the tensor, on each axis.
+        """
+        numbers = np.meshgrid(*map(np.arange, self.shape), indexing="ij", copy=False)
+        parts = [self.part_of(one) for one in numbers]
+        start = tuple(int(part[(0,) * part.ndim]) for part in parts)
+        return start, tuple(tuple(step // part.itemsize for step in part.strides) for part in parts)
+
 
 @dataclass(frozen=True)
 class OuterNames:

@@ -341,7 +341,7 @@ MEMORY = """
 import json, sys, threading, time
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxvllm.models import checkpoint, hf_weights
+from jaxvllm.models import checkpoint, safetensors_files
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.state_mixer import StateMixer
 from sharding.mesh import MeshShape
@@ -374,7 +374,7 @@ def sample():
     beside.append(held)
 
 
-def watched_copied(array, copied=hf_weights.copied):
+def watched_copied(array, copied=safetensors_files.copied):
     fill = copied(array)
 
     def watched_fill(out, start):
@@ -395,7 +395,7 @@ def watch(done):
         total.append(on_host())
 
 
-hf_weights.copied, jax.make_array_from_callback = watched_copied, watched_make
+safetensors_files.copied, jax.make_array_from_callback = watched_copied, watched_make
 directory, limit = Path(sys.argv[1]), float(sys.argv[2])
 spec = model_spec(checkpoint.read_config(directory))
 for size, layout in ((1, "separate"), (8, "separate"), (1, "stacked"), (2, "stacked"), (8, "stacked")):

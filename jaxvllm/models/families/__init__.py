@@ -94,6 +94,7 @@ from jaxvllm.models.families import (
 )
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
 
 FAMILIES: tuple[Family, ...] = (
@@ -209,6 +210,7 @@ def model_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> M
     if max_model_len is not None and max_model_len < 1:
         raise ValueError(f"max_model_len must be at least 1, not {max_model_len}")
     family = find_family(config)
+    published_encoding(config)  # one that is not known is an error now, before any weight is read
     inner = family.text_config(config)
     spec = family.spec(HfConfig(inner, max_model_len, family.understood))
     if max_model_len is not None and max_model_len > spec.max_position:

@@ -38,8 +38,8 @@ class Family:
         inner = config.get(self.nested_in)
         if not isinstance(inner, dict):
             raise ValueError(f"config of {self.architecture} lacks {self.nested_in}: config.json must have it")
-        # Keys that concern the whole checkpoint stand outside that part.
-        outer = ("tie_word_embeddings", "quantization_config")
+        # This one concerns the whole checkpoint, and stands outside that part.
+        outer = ("tie_word_embeddings",)
         return {key: config[key] for key in outer if key in config} | inner
 
 

@@ -37,7 +37,6 @@ _ROPE = {
 
 
 def gpt_oss_spec(config: HfConfig) -> ModelSpec:
-    _refuse_quantized(config)
     config = config.or_rope(_ROPE).with_defaults(
         head_dim=64, num_key_value_heads=8, rope_theta=150_000.0, max_position_embeddings=131_072
     )
@@ -63,15 +62,6 @@ def gpt_oss_spec(config: HfConfig) -> ModelSpec:
     return usual.model(layer.in_windows(windows), norm)
 
 
-def _refuse_quantized(config: HfConfig) -> None:
-    if config.values.get("quantization_config"):
-        raise ValueError(
-            "config quantization_config is not supported: the experts of this checkpoint are not in bfloat16. Take a "
-            "checkpoint of the same model in bfloat16, or write one with transformers: "
-            "from_pretrained(.., quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(..)"
-        )
-
-
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
     """Returns the sources of a layer."""
     decls = declare_layer(spec, layer)
@@ -82,5 +72,4 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     return found | {"sinks": whole(f"{prefix}self_attn.sinks", (heads[0] * heads[1],), heads)}
 
 
-UNDERSTOOD = ("num_local_experts", "quantization_config")
-FAMILY = Family("GptOssForCausalLM", gpt_oss_spec, layer_sources=sources, understood=UNDERSTOOD)
+FAMILY = Family("GptOssForCausalLM", gpt_oss_spec, layer_sources=sources, understood=("num_local_experts",))

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxvllm.models.heads.head import Declarations
 from jaxvllm.models.heads.kinds import open_draft
-from jaxvllm.models.hf_weights import WeightFiles
 from jaxvllm.models.params import Params
+from jaxvllm.models.safetensors_files import WeightFiles
 from jaxvllm.models.weight_names import Source
 
 # Tensors that say again what others say.

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.models.hf_weights import WeightFiles, open_weights
 from jaxvllm.models.orbax_tree import TREE
+from jaxvllm.models.safetensors_files import WeightFiles, open_weights
 
 SPECULATORS = "speculators_model_type"  # in the config of a head in the format of speculators
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # of the authors of Medusa, who have a pickle of the same name

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.decoder import run_layers
-from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.families import model_spec
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.mtp_files import read_mtp
 from jaxvllm.models.hf_weights import StoredWeights
@@ -39,7 +39,7 @@ def test_a_head_is_its_block_over_what_joins_token_and_feature(kind: str, tmp_pa
     config, tensors = fixture.config, fixture.weights()
     directory = fixture.write_checkpoint(tmp_path / "beside")
     target = model_spec(config)
-    StoredWeights.open(directory, find_family(config), target)  # the head beside it is nothing unexpected
+    StoredWeights.open(directory, config, target)  # the head beside it is nothing unexpected
     [head], own = read_mtp(directory, config, target, 3)
     assert jax.tree.map(lambda decl: decl.shape, head.declare()) == jax.tree.map(np.shape, own["heads"][0])
 

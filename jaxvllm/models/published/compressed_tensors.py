@@ -1,0 +1,104 @@
+"""compressed-tensors: FP8, int8 and packed integers, with scales for a matrix, rows, groups of a row or blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.published.encoding import FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
+from jaxvllm.models.published.fp8 import block_size
+from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
+from jaxvllm.models.safetensors_files import WeightFiles
+
+FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision", "dense")
+PACKED_BITS = (4, 8)
+_BYTES: Mapping[str, np.dtype] = {"I8": np.dtype(np.int8)}
+
+
+@dataclass(frozen=True)
+class CompressedTensors(Encoding):
+    """A matrix is one tensor of bytes, or integers packed in words, with scales and perhaps zeros beside it.
+
+    The config says in its targets and in `ignore` how each layer is stored. The shapes of the tensors say that as well.
+
+    blocks: the rows and columns that have one scale, besides whole rows and whole matrices
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def read(cls, settings: HfConfig) -> Self:
+        """Reads a quantization_config. Raises ValueError that names a format which is not known.
+
+        Activations are not quantized, whatever it says.
+        """
+        settings.choice("format", "dense", FORMATS)
+        for key in ("sparsity_config", "transform_config"):
+            value = settings.nested(key).values
+            if value and value.get("format") != "dense":
+                raise ValueError(f"config {key} = {value!r} is not supported: it changes the model")
+        blocks = []
+        for group in settings.nested("config_groups").values.values():
+            weights = _weights(group)
+            if (block := block_size(weights, "block_structure")) is not None:
+                blocks.append(block)
+            if (size := weights.optional_integer("group_size", least=-1)) is not None and size > 0:
+                blocks.append((1, size))
+        return cls(tuple(dict.fromkeys(blocks)))
+
+    @property
+    def ends(self) -> Mapping[str, str]:
+        others = ("packed", "scale", "zero_point", "shape", "g_idx")
+        return {f".weight_{other}": ".weight" for other in others} | {".input_scale": ".weight"}
+
+    def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
+        if len(shape) != 2:
+            return None
+        header, packed = files.header(name), f"{name}_packed"
+        if header is None:
+            return self._packed(files, name, shape) if packed in files else None
+        if header.dtype not in {**FP8, **_BYTES}:
+            return None
+        scales, block = block_scales(files, f"{name}_scale", shape, (*self.blocks, *usual_blocks(shape)))
+        zeros, zero_point = None, f"{name}_zero_point"
+        if zero_point in files:
+            zeros = by_group(stored(files.tensor(zero_point, grid_of(shape, block), _BYTES)), block)
+        return scaled(stored(files.tensor(name, shape, {**FP8, **_BYTES})), scales, zeros)
+
+    def _packed(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part:
+        """Returns the values of a matrix of integers u, which are packed in words along a row, the lowest bits first.
+
+        They stand for (u - z) * scale, where z is the middle or is packed likewise, along the columns.
+        """
+        rows, columns = shape
+        packed, zero_point, order = f"{name}_packed", f"{name}_zero_point", f"{name}_g_idx"
+        header = files.header(packed)
+        widths: dict[tuple[int, ...], int] = {(rows, -(-columns * bits // 32)): bits for bits in PACKED_BITS}
+        bits = widths.get(header.shape, PACKED_BITS[0]) if header else PACKED_BITS[0]
+        words = files.tensor(packed, (rows, -(-columns * bits // 32)), WORDS)
+        scales, block = block_scales(files, f"{name}_scale", shape, (*self.blocks, *usual_blocks(shape)))
+        if order in files:
+            raise ValueError(f"{files.where(order)}: {order} is not supported: take a checkpoint without actorder")
+        if zero_point not in files:
+            return scaled(unpacked(words, integers(bits, -(2 ** (bits - 1)))), scales)
+        grid = grid_of(shape, block)
+        zeros = files.tensor(zero_point, (-(-grid[0] * bits // 32), grid[1]), WORDS)
+        by_row = by_group(turned(unpacked(zeros.T, integers(bits))), block)
+        return scaled(unpacked(words, integers(bits)), scales, by_row)
+
+
+def _weights(group: Any) -> HfConfig:
+    """Returns what a group of the config says about its weights. Raises ValueError where that is not known."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise ValueError(f"config config_groups must have groups with weights, not {group!r}")
+    if "format" in group:
+        HfConfig(group).choice("format", "dense", FORMATS)
+    settings = HfConfig(weights)
+    kind = settings.choice("type", "int", ("int", "float"))
+    known = PACKED_BITS if kind == "int" else (8,)
+    if settings.integer("num_bits", 8) not in known:
+        raise ValueError(f"config num_bits of type {kind} must be {' or '.join(map(str, known))}, not {weights!r}")
+    return settings

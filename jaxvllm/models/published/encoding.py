@@ -1,0 +1,71 @@
+"""`Encoding`: how a checkpoint stores its matrices in few bits, and the scales that encodings have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from jaxvllm.models.published.parts import Part, by_group, stored
+from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+
+FP8: Mapping[str, np.dtype] = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+SCALES: Mapping[str, np.dtype] = {**DTYPES, "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+WORDS: Mapping[str, np.dtype] = {"I32": np.dtype(np.int32)}
+
+
+class Encoding(ABC):
+    """A way to store matrices in few bits. The files tell which ones: the others are stored as usual."""
+
+    @property
+    @abstractmethod
+    def ends(self) -> Mapping[str, str]:
+        """The ends of the names of stored tensors, and those of the matrices that these are parts of."""
+
+    @abstractmethod
+    def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
+        """Returns the values of a matrix, or None if it is not stored in this encoding. They are read later.
+
+        Raises ValueError that names the file and the tensor which is missing, or of another shape or dtype.
+        """
+
+
+def block_scales(
+    files: WeightFiles, name: str, shape: tuple[int, ...], blocks: Sequence[tuple[int, ...]]
+) -> tuple[Part, tuple[int, ...]]:
+    """Returns the scale of each element of a matrix of this `shape`, and the block of elements that have one scale.
+
+    The tensor `name` has the scales of all blocks, of the first of the sizes in `blocks` that its shape fits.
+    """
+    grids = [grid_of(shape, block) for block in blocks]
+    header = files.header(name)
+    if header is None:
+        raise ValueError(f"{files.directory} lacks the tensor {name}, which should have shape {grids[0]}")
+    for block, grid in zip(blocks, grids, strict=True):
+        # One scale may have any number of axes.
+        if _long_axes(header.shape) == _long_axes(grid):
+            scales = files.tensor(name, header.shape, SCALES).reshape(grid)
+            return by_group(stored(scales), block), block
+    raise ValueError(
+        f"{files.where(name)}: tensor {name} has shape {header.shape}: a matrix of shape {shape} has scales of shape "
+        f"{' or '.join(map(str, grids))} under the quantization_config"
+    )
+
+
+def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how many blocks a matrix has along each axis. The last ones may be smaller."""
+    return tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
+
+
+def _long_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def usual_blocks(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns the blocks of one scale for each matrix, for each row of it, or for all matrices of a stack."""
+    *stack, _, columns = shape
+    ones = (1,) * len(stack)
+    return list(dict.fromkeys([(*ones, *shape[-2:]), (*ones, 1, columns), shape]))

@@ -1,0 +1,65 @@
+"""FP8: a matrix of floating-point numbers of eight bits, with scales for its parts (DeepSeek, Qwen, ModelOpt)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.published.encoding import FP8, Encoding, block_scales, usual_blocks
+from jaxvllm.models.published.parts import Part, scaled, stored
+from jaxvllm.models.safetensors_files import WeightFiles
+
+
+@dataclass(frozen=True)
+class Fp8(Encoding):
+    """A tensor F8 of any number of matrices, and beside it the scales of its blocks, by which they are multiplied.
+
+    block: the rows and columns of a block (128 by 128), or None for one scale a matrix, or a row
+    """
+
+    block: tuple[int, int] | None
+
+    @classmethod
+    def read(cls, settings: HfConfig) -> Self:
+        """Reads a quantization_config. Raises ValueError for blocks that are none.
+
+        Scales of activations are passed over, because activations are not quantized.
+        """
+        return cls(block_size(settings, "weight_block_size"))
+
+    @classmethod
+    def read_modelopt(cls, settings: HfConfig) -> Self:
+        """Reads a quantization_config of ModelOpt. Raises ValueError for another algorithm than FP8."""
+        settings.choice("quant_algo", "none", ("FP8",))
+        return cls(None)
+
+    @property
+    def ends(self) -> Mapping[str, str]:
+        return {
+            "_scale_inv": "",
+            ".weight_scale": ".weight",
+            ".input_scale": ".weight",
+            ".activation_scale": ".weight",
+            "_activation_scale": "",
+        }
+
+    def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
+        header = files.header(name)
+        if header is None or header.dtype not in FP8 or len(shape) < 2:
+            return None
+        values = files.tensor(name, shape, FP8)
+        # Values are multiplied by a `scale_inv`, too, whatever its name says.
+        inverse, scale = f"{name}_scale_inv", f"{name}_scale"
+        blocks = usual_blocks(shape) if self.block is None else [(*(1,) * (len(shape) - 2), *self.block)]
+        scales, _ = block_scales(files, scale if scale in files else inverse, shape, blocks)
+        return scaled(stored(values), scales)
+
+
+def block_size(settings: HfConfig, key: str) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block that `key` states, or None if it states none."""
+    value = settings.values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise ValueError(f"config {key} must be two positive integers, not {value!r}")
+    return value[0], value[1]

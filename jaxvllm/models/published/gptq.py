@@ -1,0 +1,68 @@
+"""GPTQ: integers of few bits, packed along the inputs, with a scale and a zero for each group of inputs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from jaxvllm.models.hf_config import HfConfig
+from jaxvllm.models.published.awq import group_size
+from jaxvllm.models.published.encoding import WORDS, Encoding
+from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
+from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+
+BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Gptq(Encoding):
+    """A matrix [out, in] is (q - z) * s, of q i32[in * bits / 32, out], z i32[groups, out * bits / 32] and s.
+
+    bits: those of an integer, where the shape of q says nothing else
+    group_size: how many inputs have one scale, or None for all; `g_idx` i32[in], if it is there, has the group of each
+    added: what is added to the stored zeros
+    """
+
+    bits: int
+    group_size: int | None
+    added: int
+
+    @classmethod
+    def read(cls, settings: HfConfig) -> Self:
+        """Reads a quantization_config. Raises ValueError for packings that are not known."""
+        if (bits := settings.integer("bits", 4)) not in BITS:
+            raise ValueError(f"config bits of GPTQ must be one of {', '.join(map(str, BITS))}, not {bits}")
+        version = settings.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+        # The first version stores zeros that are 1 less, and lets them wrap around.
+        return cls(bits, group_size(settings), 1 if version == "gptq" else 0)
+
+    @property
+    def ends(self) -> Mapping[str, str]:
+        return {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales", "g_idx")}
+
+    def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
+        base = name.removesuffix(".weight")
+        header = files.header(f"{base}.qweight")
+        if len(shape) != 2 or header is None:
+            return None
+        rows, columns = shape
+        # `dynamic` gives some layers other bits.
+        found: dict[tuple[int, ...], int] = {(-(-columns * bits // 32), rows): bits for bits in BITS}
+        bits = found.get(header.shape, self.bits)
+        words = files.tensor(f"{base}.qweight", (-(-columns * bits // 32), rows), WORDS)
+        step = self.group_size or columns
+        groups = -(-columns // step)
+        by_input: tuple[int, int | np.ndarray] = (1, step)
+        if f"{base}.g_idx" in files:
+            group_of = files.integers(f"{base}.g_idx", (columns,))
+            if group_of.min() < 0 or group_of.max() >= groups:
+                raise ValueError(f"{files.where(f'{base}.g_idx')}: {base}.g_idx must be numbers of {groups} groups")
+            by_input = (1, group_of)
+        scales = files.tensor(f"{base}.scales", (groups, rows), DTYPES)
+        zeros = files.tensor(f"{base}.qzeros", (groups, -(-rows * bits // 32)), WORDS)
+        return scaled(
+            unpacked(words.T, integers(bits)),
+            by_group(turned(stored(scales)), by_input),
+            by_group(turned(unpacked(zeros, integers(bits, self.added) % 2**bits)), by_input),
+        )
