@@ -28,6 +28,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "use_qk_norm": (None, False),
     "clip_qkv": (None,),
 }
+# A layer is a value of the spec. The deepest models that are published have some 130 layers, and a config that states
+# 10**400 kept a process busy until it was killed.
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class HfConfig:
 
     def __post_init__(self) -> None:
         self.refuse({key: neutral for key, neutral in UNSUPPORTED.items() if key not in self.understood})
+        num_layers = self.values.get("num_hidden_layers")
+        if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
+            self._reject("num_hidden_layers", f"at most {MOST_LAYERS}", num_layers)
 
     def with_defaults(self, **defaults: Any) -> Self:
         """Returns this config with the values of a family for keys that it leaves out."""

@@ -343,6 +343,7 @@ def test_old_and_new_spellings_of_a_config_mean_the_same() -> None:
         ("llama", {"hidden_size": "84"}, "hidden_size must be an integer"),
         ("llama", {"num_key_value_heads": 2}, "num_heads 7 must be a multiple of num_kv_heads 2"),
         ("llama", {"vocab_size": -1}, "vocab_size must be an integer of at least 1, not -1"),
+        ("llama", {"num_hidden_layers": 10**400}, "num_hidden_layers must be at most 10000, not 1000"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads must be an integer of at least 1, not 0"),
         ("llama", {"hidden_act": ["silu"]}, r"hidden_act must be one of silu.*not \['silu'\]"),
         ("gemma3", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a positive number, not -1"),
