@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backend import KERNEL_DTYPES, MOSAIC_GPU_CAPABILITY
+from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.ragged_paged_attention.gpu.kernel import RESERVED
-from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, Ref, barriers, swizzled
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    RESERVED,
+    TILE,
+    MatrixUnit,
+    Ref,
+    barriers,
+    fetch_in,
+    interpretation,
+    matrix_unit_of,
+    swizzled,
+)
 from pallas_kernels.small_matmul.api import Gate
-
-MatrixUnit = Literal["wgmma", "mma"]
 
 # The columns of a matrix product, those of both halves of a gated one together. 256 is the most that wgmma takes, and
 # 64 rows x 256 columns of float32 are half of a thread's registers. `mma` has its operands in registers, too.
@@ -64,7 +72,7 @@ def choose_tiles(
     num_columns = prod(w.shape[1:-1]) // together
     if x.dtype.name not in KERNEL_DTYPES["gpu"] or w.dtype != x.dtype or size % LANES or num_columns % LANES:
         return None
-    most = MOST_COLUMNS[_matrix_unit(chip)] // together
+    most = MOST_COLUMNS[matrix_unit_of(chip)] // together
     widths = [width for width in range(most, 0, -LANES) if num_columns % width == 0]
     # Wide units read rows less often. But with few groups, narrow ones are needed to keep all multiprocessors busy.
     visits = min(len(x), num_groups)
@@ -102,7 +110,7 @@ def grouped_matmul(
     # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.
     x = jnp.pad(x, ((0, max(-num_rows % ALIGNMENT, TILE - num_rows)), (0, 0)))
     visits, num_visits = plan_visits(starts, num_rows, tiles.rows, first)
-    product = GroupedProduct(tiles, gate, x.dtype, size, num_columns, _matrix_unit(chip), interpret)
+    product = GroupedProduct(tiles, gate, x.dtype, size, num_columns, matrix_unit_of(chip), interpret)
     blocks = num_columns // tiles.columns
     ctas = min(chip.num_sms, len(visits) * blocks)
 
@@ -130,15 +138,10 @@ def grouped_matmul(
             walk(lambda unit, done: product.compute(thread, unit, done, out, memory))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(thread == HALVES)
-        def _fetch() -> None:
-            plgpu.set_max_registers(40, action="decrease")
+        def fetch(_: jax.Array) -> None:
+            product.drain(walk(lambda unit, done: product.fetch(unit, done, x, w, memory)), memory)
 
-            @plgpu.warp_map
-            def _per_warp(warp: jax.Array) -> None:
-                @pl.when(warp == 0)
-                def _() -> None:
-                    product.drain(walk(lambda unit, done: product.fetch(unit, done, x, w, memory)), memory)
+        fetch_in(thread == HALVES, fetch)
 
     out: jax.Array = plgpu.kernel(
         kernel,
@@ -149,7 +152,7 @@ def grouped_matmul(
         num_threads=THREADS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        interpret=interpretation(interpret),
         kernel_name="grouped_matmul",
     )(x, w.reshape(len(w), -1, size), visits, num_visits)
     return out if gate is not None else out.reshape(num_rows, *w.shape[1:-1])
@@ -174,11 +177,6 @@ def plan_visits(
     tile = origins[group] + (number - (until - counts)[group]) * tile_rows
     low, high = jnp.maximum(begins[group], tile), jnp.minimum(ends[group], tile + tile_rows)
     return jnp.stack([first + group, tile // ALIGNMENT, low, high], axis=1), until[-1:]
-
-
-def _matrix_unit(chip: GpuChip) -> MatrixUnit:
-    """Returns the instruction that multiplies: only Hopper has wgmma."""
-    return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
 
 
 class _GroupUnit(NamedTuple):

@@ -7,15 +7,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import (
+    TILE,
+    Ref,
+    interpretation,
+)
 from pallas_kernels.ragged_paged_attention.gpu.decode import Partials
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LOG2E,
     MASKED,
-    TILE,
     AttentionBuild,
-    Ref,
     Softmax,
-    interpretation,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, LatentPlan
 
@@ -90,7 +92,7 @@ def combine(
         grid=(len(plan.rows), num_heads),
         grid_names=("row", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpretation(attention),
+        interpret=interpretation(attention.interpret),
     )(*partials, plan.rows, plan.line, where, first_peaks, out)
 
 
@@ -143,5 +145,5 @@ def join_pieces(pieces: jax.Ref, peaks: jax.Ref, plan: LatentPlan, out: jax.Ref,
         grid=(len(plan.joins), group),
         grid_names=("pipe", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpretation(attention),
+        interpret=interpretation(attention.interpret),
     )(pieces, peaks, plan.joins, out)

@@ -14,6 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    TILE,
+    Ref,
+    barriers,
+    fetch_in,
+    interpretation,
+)
 from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     Span,
     drain,
@@ -24,13 +32,8 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    LANES,
-    TILE,
     AttentionBuild,
-    Ref,
     Softmax,
-    barriers,
-    interpretation,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 
@@ -140,15 +143,10 @@ def decode(
             _consume(thread, walk, attention, queries, window, slope_rows, values, peaks, memory)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(thread == THREADS - 1)
-        def _fetch() -> None:
-            plgpu.set_max_registers(64, action="decrease")
+        def fetch(warp: jax.Array) -> None:
+            _produce(warp, walk, attention, queries, where[0], q, kv, table, memory)
 
-            @plgpu.warp_map
-            def _per_warp(warp: jax.Array) -> None:
-                @pl.when(warp < pipes)
-                def _() -> None:
-                    _produce(warp, walk, attention, queries, where[0], q, kv, table, memory)
+        fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=64)
 
     out = plgpu.kernel(
         kernel,
@@ -166,7 +164,7 @@ def decode(
         num_threads=THREADS,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        interpret=interpretation(attention),
+        interpret=interpretation(attention.interpret),
     )(q, kv, table, plan.rows, plan.pipes, plan.line, where, attention.slopes_of(slopes))
     return Partials(*out)
 

@@ -8,7 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Ref, barriers, swizzled
+from pallas_kernels.mosaic_gpu import (
+    Ref,
+    barriers,
+    swizzled,
+)
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    AttentionBuild,
+)
 
 type Pages = tuple[jax.Array, ...]  # the pages of a block
 

@@ -16,17 +16,20 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
-from pallas_kernels.chips import KIB, GpuChip
+from pallas_kernels.chips import GpuChip
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    RESERVED,
+    SWIZZLED_ROWS,
+    TILE,
+    matrix_unit_of,
+)
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
 from pallas_kernels.ragged_paged_attention.gpu.latent import attend_latents, latent_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    LANES,
-    SWIZZLED_ROWS,
-    TILE,
     AttentionBuild,
-    MatrixUnit,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
     LEAST_BLOCKS,
@@ -40,8 +43,6 @@ from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, LARGEST_GPU_KEY
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
-# The shared memory for barriers, for alignment, and for the compiler's own use.
-RESERVED = 5 * KIB // 2
 # Rows with up to this many queries count as decoding: one token and the drafts to verify.
 DRAFT_QUERIES = 8
 
@@ -206,7 +207,7 @@ def _attention(
         num_kv_heads=num_kv_heads,
         dtype=q.dtype,
         kv_dtype=kv_pages.dtype,
-        matrix_unit=_matrix_unit(chip),
+        matrix_unit=matrix_unit_of(chip),
         block=TILE,
         stages=2,
         warpgroups=HALVES,
@@ -255,7 +256,7 @@ def _latent(
         num_kv_heads=1,
         dtype=q.dtype,
         kv_dtype=kv_pages.dtype,
-        matrix_unit=_matrix_unit(chip),
+        matrix_unit=matrix_unit_of(chip),
         block=TILE,
         stages=2,
         warpgroups=HALVES,
@@ -299,10 +300,6 @@ def _first_to_fit(
     raise NotImplementedError(
         f"heads of size {attention.head_size} do not fit the shared memory of {chip.name}: use the backend reference"
     )
-
-
-def _matrix_unit(chip: GpuChip) -> MatrixUnit:
-    return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
 
 
 def _problem(q: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip, largest: int) -> str | None:

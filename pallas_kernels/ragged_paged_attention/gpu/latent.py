@@ -22,20 +22,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    SWIZZLED_ROWS,
+    TILE,
+    Ref,
+    barriers,
+    fetch_in,
+    interpretation,
+    swizzled,
+)
 from pallas_kernels.ragged_paged_attention.gpu.combine import join_pieces
 from pallas_kernels.ragged_paged_attention.gpu.fetch import Span, drain, fetch_blocks, stage_memory
 from pallas_kernels.ragged_paged_attention.gpu.matrix import mma, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    LANES,
-    SWIZZLED_ROWS,
-    TILE,
     AttentionBuild,
-    Ref,
     Softmax,
-    barriers,
-    interpretation,
     scaled_rows,
-    swizzled,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import LatentPlan
 
@@ -140,15 +143,7 @@ def attend_latents(
                 consume(walk, attention, where[1], out, pieces, peaks, memory)
                 plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(thread == HALVES)
-        def _fetch() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-
-            @plgpu.warp_map
-            def _per_warp(warp: jax.Array) -> None:
-                @pl.when(warp == 0)
-                def _() -> None:
-                    _produce(walk, attention, where[0], q, kv, table, memory)
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, where[0], q, kv, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -158,7 +153,7 @@ def attend_latents(
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        interpret=interpretation(attention),
+        interpret=interpretation(attention.interpret),
     )(q_rows, kv, table, shares.rows, plan.table_rows, shares.pipes, shares.line, where, out, pieces, peaks)
     join_pieces(pieces, peaks, plan, out, attention)
     return jax.freeze(out).reshape(num_tokens, num_groups, group, value_size)

@@ -14,8 +14,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    TILE,
+    Ref,
+    swizzled,
+)
 from pallas_kernels.ragged_paged_attention.gpu.fetch import query_columns
-from pallas_kernels.ragged_paged_attention.gpu.tile import LANES, TILE, AttentionBuild, Ref, iota, swizzled
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    AttentionBuild,
+    iota,
+)
 
 type Queries = (
     Ref | tuple[jax.Array, ...]

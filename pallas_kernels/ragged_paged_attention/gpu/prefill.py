@@ -15,6 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
+from pallas_kernels.mosaic_gpu import (
+    LANES,
+    TILE,
+    Ref,
+    barriers,
+    fetch_in,
+    interpretation,
+)
 from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     Span,
     drain,
@@ -25,14 +33,9 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    LANES,
     MASKED,
-    TILE,
     AttentionBuild,
-    Ref,
     Softmax,
-    barriers,
-    interpretation,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import PrefillPlan
 
@@ -132,15 +135,7 @@ def prefill(
             _consume(thread, walk, attention, window, sink_rows, slope_rows, out, memory)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(thread == HALVES)
-        def _fetch() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-
-            @plgpu.warp_map
-            def _per_warp(warp: jax.Array) -> None:
-                @pl.when(warp == 0)
-                def _() -> None:
-                    _produce(walk, attention, where[0], q, kv, table, memory)
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, where[0], q, kv, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -150,7 +145,7 @@ def prefill(
         num_threads=HALVES + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
-        interpret=interpretation(attention),
+        interpret=interpretation(attention.interpret),
     )(q, kv, table, plan.tiles, plan.num_tiles, where, sink_rows, attention.slopes_of(slopes), out)
 
 

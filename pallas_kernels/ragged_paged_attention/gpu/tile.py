@@ -6,22 +6,18 @@ group are row i * G + g.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu import LANES, TILE, MatrixUnit, Ref
+
 LOG2E = math.log2(math.e)
 # It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
 MASKED = -1e30
-TILE = 64
-LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
-SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 
-type MatrixUnit = Literal["wgmma", "mma"]
-type Ref = Any  # a reference of Pallas, for which jax has no public type
 type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
 
 
@@ -41,7 +37,6 @@ class AttentionBuild:
     num_kv_heads: int
     dtype: jnp.dtype  # of queries, products and output
     kv_dtype: jnp.dtype
-    # wgmma multiplies from shared memory; only Hopper has it. mma multiplies from registers.
     matrix_unit: MatrixUnit
     block: int  # tokens
     stages: int  # blocks in shared memory that one warp fetches into
@@ -150,25 +145,3 @@ def scaled_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
 def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
     """Returns numbers along `dimension`, laid out in registers like a tile of products."""
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
-
-
-def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Returns shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
-
-    The last dimension must be a multiple of 64 for two-byte elements. Its halves can be sliced if they are, too.
-    """
-    row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
-    # jax leaves a method of both without a body, which makes them abstract to a type checker.
-    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, LANES))  # type: ignore[abstract]
-    swizzle = plgpu.SwizzleTransform(row)  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
-
-def barriers(arrivals: int, *shape: int) -> plgpu.Barrier:
-    """Returns an array of barriers, each of which opens after `arrivals` arrivals."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
-
-
-def interpretation(attention: AttentionBuild) -> Any:
-    """Returns a kernel's `interpret` argument: on the CPU with detection of races, or no interpretation."""
-    return plgpu.InterpretGPUParams(detect_races=True) if attention.interpret else None

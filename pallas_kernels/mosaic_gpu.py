@@ -1,0 +1,70 @@
+"""What Pallas kernels for NVIDIA GPUs share (Mosaic GPU): their memory, their barriers, and the warps that fetch."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
+from pallas_kernels.chips import KIB, GpuChip
+
+TILE = 64  # rows of one matrix instruction of a warpgroup
+LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
+SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
+# The shared memory for barriers, for alignment, and for the compiler's own use.
+RESERVED = 5 * KIB // 2
+
+type MatrixUnit = Literal["wgmma", "mma"]
+type Ref = Any  # a reference of Pallas, for which jax has no public type
+
+
+def matrix_unit_of(chip: GpuChip) -> MatrixUnit:
+    """Returns the instruction that multiplies.
+
+    wgmma multiplies from shared memory, and only Hopper has it. mma multiplies from registers.
+    """
+    return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
+
+
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Returns shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
+
+    The last dimension must be a multiple of 64 for two-byte elements. Its halves can be sliced if they are, too.
+    """
+    row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
+    # jax leaves a method of both without a body, which makes them abstract to a type checker.
+    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, LANES))  # type: ignore[abstract]
+    swizzle = plgpu.SwizzleTransform(row)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+
+
+def barriers(arrivals: int, *shape: int) -> plgpu.Barrier:
+    """Returns an array of barriers, each of which opens after `arrivals` arrivals."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
+
+
+def interpretation(interpret: bool) -> Any:
+    """Returns a kernel's `interpret` argument: on the CPU with detection of races, or no interpretation."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else None
+
+
+def fetch_in(
+    is_fetching: jax.Array, fetch: Callable[[jax.Array], None], *, warps: int = 1, registers: int = 40
+) -> None:
+    """Runs `fetch` with the number of the warp, on the first `warps` of the warpgroup that `is_fetching`.
+
+    Its threads keep so many `registers`, and leave the others to the warpgroups that compute.
+    """
+
+    @pl.when(is_fetching)
+    def _fetch() -> None:
+        plgpu.set_max_registers(registers, action="decrease")
+
+        @plgpu.warp_map
+        def _per_warp(warp: jax.Array) -> None:
+            @pl.when(warp < warps)
+            def _() -> None:
+                fetch(warp)
