@@ -1,4 +1,4 @@
-"""What Pallas kernels for NVIDIA GPUs share (Mosaic GPU): their memory, their barriers, and the warps that fetch."""
+"""Pallas kernels for NVIDIA GPUs (Mosaic GPU) share this: memory, barriers, and the warps that fetch."""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -13,7 +13,13 @@ from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family, beside_vision
 from jaxvllm.models.families.gemma3 import rope_entries
-from jaxvllm.models.families.gemma4 import last_own_layer
+from jaxvllm.models.families.gemma4 import (
+    BESIDE_TEXT,
+    LAYER_EMBEDDINGS,
+    last_own_layer,
+    layer_embedding_sources,
+    value_normed_attention,
+)
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.ffn import Ffn, GatedFfn, ThresholdFfn
 from jaxvllm.models.hf_config import HfConfig
@@ -55,14 +61,7 @@ def gemma3n_spec(config: HfConfig) -> ModelSpec:
     num_states = config.integer("altup_num_inputs", 4)
     if num_states > _MOST_STATES:
         raise ValueError(f"config altup_num_inputs must be at most {_MOST_STATES}, not {num_states}")
-    attention = replace(
-        usual.attention(norm),
-        qk_norm="head",
-        v_norm=True,
-        scale=1.0,
-        qkv_bias=usual.attention_bias,
-        o_bias=usual.attention_bias,
-    )
+    attention = value_normed_attention(usual, norm)
     ffn_sizes = config.of_layers("intermediate_size", 16_384)
     sparse = [0.95] * (10 if usual.num_layers > 10 else 0)
     sparsities = config.of_layers("activation_sparsity_pattern", sparse + [0.0] * (usual.num_layers - len(sparse)))
@@ -124,21 +123,15 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     """Returns the sources of a layer."""
     decls = declare_layer(spec, layer)
     matrices = {
-        "layer_embedding_gate": "per_layer_input_gate",
-        "layer_embedding_out": "per_layer_projection",
         "laurel_left": "laurel.linear_left",
         "laurel_right": "laurel.linear_right",
         "altup_router": "altup.modality_router",
         "altup_correct": "altup.correction_coefs",
     }
-    norms = {
-        "layer_embedding_post_norm": "post_per_layer_input_norm",
-        "laurel_norm": "laurel.post_laurel_norm",
-        "altup_norm": "altup.router_norm",
-    }
+    norms = {"laurel_norm": "laurel.post_laurel_norm", "altup_norm": "altup.router_norm"}
     found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
     found |= gated_ffn_sources(spec, layer, prefix) | with_biases(decls, prefix, matrices)
-    found |= named_norms(decls, prefix, norms)
+    found |= named_norms(decls, prefix, norms) | layer_embedding_sources(decls, prefix)
     A, _, _ = predict = decls["altup_predict"].shape
     found["altup_predict"] = whole(f"{prefix}altup.prediction_coefs.weight", (A * A, A), predict)
     # The tensor is there where it multiplies nothing, too.
@@ -152,14 +145,7 @@ _STATES = [
     for way, projections in (("in", "altup_projections"), ("out", "altup_unembed_projections"))
     for number in range(1, _MOST_STATES)
 ]
-NAMES = OuterNames(
-    others=(
-        ("layer_embeddings", "embed_tokens_per_layer.weight"),
-        ("layer_embedding_projection", "per_layer_model_projection.weight"),
-        ("layer_embedding_norm", "per_layer_projection_norm.weight"),
-        *_STATES,
-    )
-)
+NAMES = OuterNames(others=(*LAYER_EMBEDDINGS, *_STATES))
 # Published checkpoints have keys and values of layers that read those of another, and they are never read.
 REDUNDANT = (
     ".self_attn.k_proj.weight",
@@ -176,6 +162,6 @@ FAMILIES = (
         layer_sources=sources,
         names=NAMES,
         redundant=REDUNDANT,
-        foreign=(*_BESIDE.foreign, "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+        foreign=(*_BESIDE.foreign, *BESIDE_TEXT),
     ),
 )

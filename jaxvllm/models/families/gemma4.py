@@ -9,6 +9,7 @@ beside it.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.expert_router import ExpertRouter
@@ -60,14 +61,7 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
     own_size = config.integer("hidden_size_per_layer_input", 256, least=0)
     if own_size:
         config.refuse({"vocab_size_per_layer_input": (None, config.integer("vocab_size"))})
-    small = replace(
-        usual.attention(norm),
-        qk_norm="head",
-        v_norm=True,
-        scale=1.0,
-        qkv_bias=usual.attention_bias,
-        o_bias=usual.attention_bias,
-    )
+    small = value_normed_attention(usual, norm)
     has_experts = config.flag("enable_moe_block", False)
 
     def ffn(size: int) -> Ffn:
@@ -121,6 +115,12 @@ def gemma4_spec(config: HfConfig) -> ModelSpec:
     )
 
 
+def value_normed_attention(usual: UsualParts, norm: RmsNorm) -> GroupedQueryAttention:
+    """Returns attention whose values are normed like its queries and keys, which therefore need no scale."""
+    bias = usual.attention_bias
+    return replace(usual.attention(norm), qk_norm="head", v_norm=True, scale=1.0, qkv_bias=bias, o_bias=bias)
+
+
 def last_own_layer(kinds: list[str], own: int, number: int) -> int:
     """Returns the last of the `own` first layers, which keep keys and values, that is of the kind of layer `number`."""
     earlier = [source for source in range(own) if kinds[source] == kinds[number]]
@@ -156,12 +156,17 @@ def _with_full_sizes(config: HfConfig, kinds: list[str]) -> HfConfig:
 def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
     """Returns the sources of a layer. Some of its parts are not in every model."""
     decls = declare_layer(spec, layer)
-    names = {"layer_embedding_gate": "per_layer_input_gate", "layer_embedding_out": "per_layer_projection"}
     found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
     found |= _expert_sources(decls, prefix) if "router" in decls else gated_ffn_sources(spec, layer, prefix)
-    found |= with_biases(decls, prefix, names)
-    found |= named_norms(decls, prefix, {"layer_embedding_post_norm": "post_per_layer_input_norm"})
+    found |= layer_embedding_sources(decls, prefix)
     return found | {"layer_scale": whole(f"{prefix}layer_scalar", (1,))}
+
+
+def layer_embedding_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of what a layer makes of its own embeddings, where it has any."""
+    names = {"layer_embedding_gate": "per_layer_input_gate", "layer_embedding_out": "per_layer_projection"}
+    norms = {"layer_embedding_post_norm": "post_per_layer_input_norm"}
+    return with_biases(decls, prefix, names) | named_norms(decls, prefix, norms)
 
 
 def _expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tuple[Source, ...]]:
@@ -178,13 +183,14 @@ def _expert_sources(decls: Mapping[str, ParamDecl], prefix: str) -> dict[str, tu
     return found | {key: whole(f"{prefix}router.{name}", decls[key].shape) for key, name in of_router.items()}
 
 
-NAMES = OuterNames(
-    others=(
-        ("layer_embeddings", "embed_tokens_per_layer.weight"),
-        ("layer_embedding_projection", "per_layer_model_projection.weight"),
-        ("layer_embedding_norm", "per_layer_projection_norm.weight"),
-    )
+# The tensors of layers' own embeddings outside the layers, and those of what stands beside the text.
+LAYER_EMBEDDINGS = (
+    ("layer_embeddings", "embed_tokens_per_layer.weight"),
+    ("layer_embedding_projection", "per_layer_model_projection.weight"),
+    ("layer_embedding_norm", "per_layer_projection_norm.weight"),
 )
+BESIDE_TEXT = ("model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
+NAMES = OuterNames(others=LAYER_EMBEDDINGS)
 UNDERSTOOD = ("use_bidirectional_attention", "num_experts")
 FAMILY = Family("Gemma4ForCausalLM", gemma4_spec, layer_sources=sources, names=NAMES, understood=UNDERSTOOD)
 _BESIDE = beside_vision("Gemma4ForConditionalGeneration", gemma4_spec)
@@ -195,6 +201,6 @@ FAMILIES = (
         layer_sources=sources,
         names=NAMES,
         understood=UNDERSTOOD,
-        foreign=(*_BESIDE.foreign, "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+        foreign=(*_BESIDE.foreign, *BESIDE_TEXT),
     ),
 )
