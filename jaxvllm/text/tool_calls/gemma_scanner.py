@@ -3,14 +3,15 @@
 import json
 import re
 
-from jaxvllm.text.tool_calls.json_scanner import MAX_DEPTH, WHITESPACE
+from jaxvllm.text.tool_calls.json_scanner import WHITESPACE
+from jaxvllm.text.tool_calls.json_writer import JsonWriter, escaped
 
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 _WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 _MAX_WORD = 256  # characters of a key, a number or a word
 
 
-class GemmaScanner:
+class GemmaScanner(JsonWriter):
     """The state of one object, such as {city:<|"|>Oslo<|"|>,days:[1,2]}.
 
     A mark of the format stands around strings, which therefore need no escapes. Keys usually have none. What has none
@@ -20,22 +21,11 @@ class GemmaScanner:
 
     def __init__(self, quote: str) -> None:
         """Takes the mark around strings, in which the first character stands only once."""
-        self.done = False
+        # Its own states: object (its beginning), value, word (a key or a value without a mark), string, and quote (the
+        # mark before a string).
+        super().__init__("object")
         self._quote = quote
-        self._stack: list[str] = []
-        # object (its beginning), key (a key or the end), item (a value or the end), value, word (a key or a value
-        # without a mark), quote (the mark before a string), string, colon, after (a comma or the end)
-        self._state = "object"
-        self._is_key = False
         self._held = ""  # of a word, or of a mark that has begun
-        self._comma_due = False  # whether the innermost container has an item already
-        self._json: list[str] = []
-
-    def take(self) -> str:
-        """Returns the JSON of what was read since the last call."""
-        text = "".join(self._json)
-        self._json.clear()
-        return text
 
     def scan(self, text: str, start: int) -> int:
         """Reads `text` from `start` on and returns where it stopped.
@@ -47,7 +37,7 @@ class GemmaScanner:
             if self._state == "string" and not self._held:
                 found = text.find(self._quote[0], at)
                 stop = end if found < 0 else found
-                self._json.append(_escaped(text[at:stop]))
+                self._json.append(escaped(text[at:stop]))
                 at = stop
                 if at == end:
                     break
@@ -70,11 +60,9 @@ class GemmaScanner:
             case "object":
                 return char == "{" and self._open(char)
             case "colon":
-                self._state = "value"
-                return char == ":"
+                return self._end_key(char)
             case "after" if char == ",":
-                self._state = "key" if self._stack[-1] == "{" else "item"
-                return True
+                return self._go_on()
         if char in "}]":
             return self._state != "value" and self._close(char)
         return self._state != "after" and self._begin(char)
@@ -88,7 +76,7 @@ class GemmaScanner:
             self._held = held
         else:  # what was held is text, and with `char` another mark may begin
             self._held = char if char == self._quote[0] else ""
-            self._json.append(_escaped(held.removesuffix(self._held)))
+            self._json.append(escaped(held.removesuffix(self._held)))
         return True
 
     def _take_in_quote(self, char: str) -> bool:
@@ -113,36 +101,9 @@ class GemmaScanner:
 
     def _begin(self, char: str) -> bool:
         """Begins a key or a value."""
-        if self._state != "value" and self._comma_due:
-            self._json.append(", ")
+        self._separate()
         self._is_key = self._state == "key"
         if char in "{[":
             return not self._is_key and self._open(char)
         self._state, self._held = ("quote" if char == self._quote[0] else "word"), char
         return char not in ",:"
-
-    def _open(self, char: str) -> bool:
-        self._stack.append(char)
-        self._json.append(char)
-        self._state, self._comma_due = ("key" if char == "{" else "item"), False
-        return len(self._stack) <= MAX_DEPTH
-
-    def _close(self, char: str) -> bool:
-        if {"{": "}", "[": "]"}[self._stack[-1]] != char:
-            return False
-        self._stack.pop()
-        self._json.append(char)
-        self._end_value()
-        return True
-
-    def _end_value(self) -> None:
-        if self._is_key:
-            self._is_key, self._state = False, "colon"
-            self._json.append(": ")
-            return
-        self.done = not self._stack
-        self._state, self._comma_due = "after", True
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

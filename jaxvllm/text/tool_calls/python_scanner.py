@@ -1,12 +1,11 @@
 """`PythonScanner`: converts one literal of Python, which arrives in parts, to JSON. Nothing is evaluated."""
 
-import json
 import math
 import re
 
-from jaxvllm.text.tool_calls.json_scanner import MAX_DEPTH
+from jaxvllm.text.tool_calls.json_scanner import WHITESPACE
+from jaxvllm.text.tool_calls.json_writer import JsonWriter, escaped
 
-WHITESPACE = " \t\n\r"
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]*") for quote in "'\""}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ATOM = re.compile(r"[\w.+-]*")  # a number or a word
@@ -17,7 +16,7 @@ _SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v"
 _NUM_HEX = {"x": 2, "u": 4, "U": 8}
 
 
-class PythonScanner:
+class PythonScanner(JsonWriter):
     """The state of one literal: a string, a number, True, False, None, or a list or dict (with strings as keys).
 
     After an error, or when the literal is `done`, nothing more is read. The first wrong character is found wherever
@@ -25,23 +24,10 @@ class PythonScanner:
     """
 
     def __init__(self) -> None:
-        self.done = False
-        self._stack: list[str] = []
-        # value, item (a value or the end), key (a key or the end), colon, after (a comma or the end), string, escape,
-        # hex, atom
-        self._state = "value"
-        self._is_key = False
+        super().__init__("value")  # its own other states: string, escape, hex, atom
         self._quote = ""
         self._held = ""  # of an escape or an atom
         self._num_hex = 0
-        self._comma_due = False  # whether the innermost container has an item already
-        self._json: list[str] = []
-
-    def take(self) -> str:
-        """Returns the JSON of what was read since the last call."""
-        text = "".join(self._json)
-        self._json.clear()
-        return text
 
     def scan(self, text: str, start: int) -> int:
         """Reads `text` from `start` on and returns where it stopped.
@@ -53,7 +39,7 @@ class PythonScanner:
         while at < end and not self.done:
             if self._state == "string":
                 stop = _PLAIN[self._quote].match(text, at).end()  # type: ignore[union-attr]  # it matches ""
-                self._json.append(_escaped(text[at:stop]))
+                self._json.append(escaped(text[at:stop]))
                 at = stop
                 if at == end:
                     break
@@ -91,14 +77,9 @@ class PythonScanner:
                 self._is_key = True
                 return self._begin(char)
             case "colon":
-                self._state = "value"
-                self._json.append(": ")
-                return char == ":"
+                return self._end_key(char)
             case "after":
-                if char == ",":
-                    self._state = "key" if self._stack[-1] == "{" else "item"
-                    return True
-                return self._close(char)
+                return self._go_on() if char == "," else self._close(char)
             case "string":
                 if char == "\\":
                     self._state = "escape"
@@ -116,13 +97,13 @@ class PythonScanner:
     def _take_escape(self, char: str) -> bool:
         self._state = "string"
         if char in _SIMPLE:
-            self._json.append(_escaped(_SIMPLE[char]))
+            self._json.append(escaped(_SIMPLE[char]))
         elif char in _NUM_HEX:
             self._state, self._held, self._num_hex = "hex", "", _NUM_HEX[char]
         elif char in "01234567N" or char < " ":  # octal numbers, names of characters, continued lines
             return False
         else:
-            self._json.append(_escaped("\\" + char))
+            self._json.append(escaped("\\" + char))
         return True
 
     def _take_hex(self, char: str) -> bool:
@@ -134,34 +115,21 @@ class PythonScanner:
             if code > 0x10FFFF:
                 return False
             # A surrogate stays an escape, because it is no character of its own.
-            self._json.append(f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else _escaped(chr(code)))
+            self._json.append(f"\\u{code:04x}" if 0xD800 <= code < 0xE000 else escaped(chr(code)))
             self._state = "string"
         return True
 
     def _begin(self, char: str) -> bool:
-        if self._state != "value" and self._comma_due:
-            self._json.append(", ")
+        self._separate()
         if char in "{[":
-            if len(self._stack) == MAX_DEPTH:
-                return False
-            self._stack.append(char)
-            self._json.append(char)
-            self._state, self._comma_due = ("key" if char == "{" else "item"), False
-        elif char in "'\"":
+            return self._open(char)
+        if char in "'\"":
             self._quote, self._state = char, "string"
             self._json.append('"')
         elif _ATOM.fullmatch(char):
             self._state, self._held = "atom", ""
         else:
             return False
-        return True
-
-    def _close(self, char: str) -> bool:
-        if {"{": "}", "[": "]"}[self._stack[-1]] != char:
-            return False
-        self._stack.pop()
-        self._json.append(char)
-        self._end_value()
         return True
 
     def _end_atom(self) -> bool:
@@ -171,13 +139,6 @@ class PythonScanner:
         self._json.append(made)
         self._end_value()
         return True
-
-    def _end_value(self) -> None:
-        if self._is_key:
-            self._is_key, self._state = False, "colon"
-            return
-        self.done = not self._stack
-        self._state, self._comma_due = "after", True
 
 
 def python_as_json(text: str) -> str | None:
@@ -196,7 +157,3 @@ def _atom(text: str) -> str | None:
     if _FLOAT.fullmatch(text) and math.isfinite(value := float(text)):
         return repr(value)
     return None
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
