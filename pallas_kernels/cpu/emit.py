@@ -34,10 +34,15 @@ class Emitter:
         return [Value(self, argument) for argument in self.ir.args]
 
     def function(self, name: str, num_arguments: int) -> "Emitter":
-        """Begins another function of the same module, of 64-bit arguments, whose end must be `finish`."""
+        """Begins another function of the same module, of 64-bit arguments, whose end must be `finish`.
+
+        It stays a function, so that nothing around it takes registers from it: inlined, the tiles of a grouped product
+        kept some of their sums in memory, and 2048 rows in 32 groups took 3.8 ms and not 3.0 (512x256, Zen 4, float32).
+        """
         kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
         function = ir.Function(self.module, kind, self.module.get_unique_name(name))
         function.linkage = "internal"
+        function.attributes.add("noinline")
         return Emitter(function, self.chip)
 
     def finish(self) -> ir.Function:

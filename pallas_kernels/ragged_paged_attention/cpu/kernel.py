@@ -191,9 +191,10 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         first, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
         values = item.kv_at(block + t) + (call.width - V) * call.size
+        ahead = item.kv_at(e.min(block + item.block + t, item.last))
         for count, m in e.groups(e.chip.group_sizes, M):
             weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
-            e.call(products.values[count], values, weights, totals, V, call.width, first, end)
+            e.call(products.values[count], values, ahead, weights, totals, V, call.width, first, end)
 
 
 def _lean(item: _Item, scratch: _Scratch, block: Value) -> None:
