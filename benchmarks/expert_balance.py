@@ -51,9 +51,14 @@ def sample(num_devices: int, seed: int) -> Sample:
     seconds = time.perf_counter() - start
     later = loads * rng.lognormal(0, DRIFT, EXPERTS)
     again = balanced(placed, later, num_devices)
-    balances = [balance(held, loads, num_devices), balance(placed, loads, num_devices)]
-    balances += [balance(placed, later, num_devices), balance(again, later, num_devices)]
-    return Sample(*balances, int((placed != again).sum()), seconds)
+    return Sample(
+        loaded=balance(held, loads, num_devices),
+        placed=balance(placed, loads, num_devices),
+        drifted=balance(placed, later, num_devices),
+        placed_again=balance(again, later, num_devices),
+        changed_slots=int((placed != again).sum()),
+        seconds=seconds,
+    )
 
 
 def main() -> None:
