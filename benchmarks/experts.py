@@ -64,6 +64,7 @@ class Contender:
             name: [
                 self.forms.kept(
                     jnp.asarray(dummy_array(name, decl, layer, "float32", 0)),
+                    name,
                     decl,
                     True,
                     lambda part: sharding(part.axes),

@@ -25,7 +25,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
-from jaxvllm.models.forms.int8 import int8_form
+from jaxvllm.models.forms.scaled_rows import int8_form
 from jaxvllm.models.ops import OneOf, project
 from pallas_kernels.cpu.host import host_chip
 from sharding.mesh import MeshShape

@@ -28,7 +28,8 @@ from sharding.mesh import MeshShape
 logger = logging.getLogger(__name__)
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
-Quantization = Literal["int8"]  # the names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks
+# The names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks.
+Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64

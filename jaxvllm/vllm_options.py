@@ -67,8 +67,11 @@ VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
     "quantization": {
         "none|null": None,
         "int8|int8_per_channel_weight_only": "int8",
+        "fp8|fp8_per_tensor": "fp8",  # a scale for each row, and not one for the matrix
+        "int4": "int4",
+        "int4_g32": "int4_g32",
         ".*": Refused(
-            "quantized checkpoints are recognized by their config.json; int8 is made of any checkpoint",
+            "quantized checkpoints are recognized by their config.json; int8, fp8 and int4 are made of any checkpoint",
             field="quantization",
             value="int8",
         ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from decimal import Decimal
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.sampling_params import SamplingParams
@@ -129,12 +129,12 @@ def _is_simple(annotation: Any) -> bool:
         return get_origin(parts[0]) is not tuple
     if get_origin(annotation) is dict:
         return False
-    return all(map(_is_simple, parts)) if isinstance(annotation, UnionType) else not is_dataclass(annotation)
+    return all(map(_is_simple, parts)) if get_origin(annotation) in (Union, UnionType) else not is_dataclass(annotation)
 
 
 def _kind(annotation: Any, takes_lists: bool, bounds: tuple[type, Range] | None) -> dict[str, Any]:
     """Returns argparse's settings for a field with this type, whose numbers must be within `bounds`."""
-    if isinstance(annotation, UnionType):
+    if get_origin(annotation) in (Union, UnionType):  # of a Literal and None Python makes the former
         [annotation] = [part for part in get_args(annotation) if part is not type(None)]
     if annotation is bool:
         return {"action": argparse.BooleanOptionalAction}

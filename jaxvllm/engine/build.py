@@ -38,6 +38,7 @@ from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.stored_forms import held_forms
 from jaxvllm.runtime.buckets import NO_DRAFTS, Bucket, BucketLadder, DraftRoom, powers_of_two, row_counts
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.host_heap import keep_temporaries
@@ -155,6 +156,8 @@ def build(
         named()  # beside the reading of the weights, which so come from the disk once
     with clock.phase("weights"):
         replicas = _load(config, directory, resolved, meshes, forms)
+        # Weights that replace these have the same forms, whatever they come as.
+        held = replace(forms, own=held_forms(replicas[0], Spread.on(spec, meshes[0])))
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh)) is not None:
                 params[DRAFT] = draft
@@ -215,8 +218,8 @@ def build(
 
     def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
         if isinstance(given, Path):
-            return _load(replace(config, load_format="auto"), given, resolved, meshes, forms)
-        return _load(config, directory, resolved, meshes, forms, given)
+            return _load(replace(config, load_format="auto"), given, resolved, meshes, held)
+        return _load(config, directory, resolved, meshes, held, given)
 
     def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(

@@ -17,6 +17,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.heads.draft_model import DraftModel
 from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
+from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.kinds import check_kind, method_of
 from jaxvllm.models.heads.mtp_files import read_mtp
 from jaxvllm.models.params import Params
@@ -68,7 +69,7 @@ class Drafting:
 
         def kept(decl: ParamDecl, array: Any) -> Any:
             array = np.asarray(array.astype(decl.dtype_in(target.dtype)))
-            form = forms.of(decl, is_of_layer=True)
+            form = forms.of(DRAFT, decl, is_of_layer=True)
             return form.wrapped(form.keep(array, {}))
 
         return cls(proposer, jax.tree.map(kept, declared, params))

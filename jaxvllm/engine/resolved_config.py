@@ -89,11 +89,12 @@ class ResolvedConfig:
         """Returns the forms in which a replica on `num_devices` devices keeps the matrices of the model."""
         # XLA turns only the arrays of single layers.
         may_turn = self.layout == "separate" and num_devices == 1
-        return Forms.chosen(self.quantization, self._kernels(backend), may_turn)
+        by_tile = self.layout == "separate"
+        return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, num_devices)
 
     def draft_forms(self, backend: Backend) -> Forms:
-        """Returns the forms of the matrices of a draft model or heads, which are never quantized or turned."""
-        return Forms.chosen(None, self._kernels(backend), may_turn=False)
+        """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""
+        return Forms.chosen(None, self._kernels(backend), may_turn=False, by_tile=self.layout == "separate")
 
     def _kernels(self, backend: Backend) -> Backend:
         """Returns the kernels that multiply by matrices of weights."""

@@ -6,6 +6,7 @@ No code of a checkpoint is ever executed: config.json is JSON, weights are safet
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,17 +16,20 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxvllm.models import orbax_tree
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.held_tensors import HeldTensors
 from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
 from jaxvllm.models.published import without_encoding
 from jaxvllm.models.safetensors_files import INDEX
-from jaxvllm.models.shards import assemble, joined, read_shards, sharding_on
+from jaxvllm.models.shards import Parts, assemble, joined, read_shards, read_stored, sharding_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.stored_forms import stored_forms
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, stage_meshes
 
@@ -87,7 +91,8 @@ def load(
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
     needed: they are made from `seed`, the same on every mesh. `hf_config` replaces the config.json of the
     directory, which names the family, and `tensors` replace its weights: arrays by the names in safetensors.
-    Matrices are kept in the forms of `forms`, which are made one matrix at a time.
+    Matrices are kept in the forms of `forms`, which are made one matrix at a time. Matrices that safetensors store in
+    few bits are kept so where `forms` allow it (`models.stored_forms`), and otherwise decoded while they are read.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     if load_format not in get_args(LoadFormat):
@@ -108,16 +113,24 @@ def load(
             if (path / TREE).is_dir()
             else StoredWeights.open(path, hf_config or read_config(path), spec)
         )
+    own: dict[tuple[str, ParamDecl], FewBits] = {}
+    if isinstance(weights, StoredWeights):
+        found = stored_forms(weights, spread, dtype, forms)
+        own = {key: form for key, form in found.items() if forms.own.get(key, form) == form}
+        forms = replace(forms, own={**own, **forms.own})
     of_stages = []
     for number, stage in enumerate(stage_meshes(mesh)):
         if not stage.local_devices:
             continue  # another process loads it
         sharding_of = sharding_on(stage)
+        parts: Parts
         if isinstance(weights, OrbaxTree):
             parts = weights.restore(stage, dtype, spread.stage_layers[number].stop)
         else:
             fill = partial(_dummy, spec, dtype, seed) if weights is None else weights.fill
             parts = read_shards(fill, spread, layout, dtype, sharding_of)
+            if isinstance(weights, StoredWeights):
+                parts = read_stored(weights.elements, own, parts, spread, layout, dtype, sharding_of)
         of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts, forms))
     return joined(of_stages, abstract_params(spec, dtype, layout, mesh, forms)) if spread.stages > 1 else of_stages[0]
 

@@ -44,6 +44,7 @@ class ParamDecl:
     dtype: str | None = None  # None is the dtype that the model is loaded in
     heads: HeadGroups | None = None
     chosen: tuple[int, int] | None = None  # of experts: how many of how many a token chooses
+    per_element: int = 1  # weights in an element, where a byte has several
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

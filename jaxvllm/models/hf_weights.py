@@ -7,8 +7,10 @@ from typing import Any, Protocol
 
 from jaxvllm.models.families import find_family
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.forms.few_bits import Elements
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.published.encoded_files import EncodedFiles
+from jaxvllm.models.published.stored_codes import StoredCodes
 from jaxvllm.models.safetensors_files import open_weights
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
@@ -70,6 +72,23 @@ class StoredWeights:
         boxes = [Box(source.at, source.view) for source in sources]
         fills = map(self.tensors.fill, sources)
         return tiled([Tile(box, fill, (0,) * len(box.start)) for box, fill in zip(boxes, fills, strict=True)])
+
+    def stored(self, name: str, layer: int | None) -> StoredCodes | None:
+        """Returns what is stored of a matrix, or None where a part of it is not stored as codes and scales."""
+        if not isinstance(self.tensors, EncodedFiles):
+            return None
+        parts = []
+        for source in self.outer[name] if layer is None else self.layers[layer][name]:
+            if (codes := self.tensors.codes(source)) is None:
+                return None
+            parts.append((source, codes))
+        return StoredCodes(tuple(parts))
+
+    def elements(self, name: str, layer: int | None) -> Elements:
+        """Returns what is stored of the elements of a matrix that is stored as codes and scales."""
+        stored = self.stored(name, layer)
+        assert stored is not None, "a form was chosen for what is stored"
+        return stored.elements
 
     def _check_names(self, family: Family, spec: ModelSpec) -> None:
         """Checks that every needed tensor is there with its shape, and that there is no unknown one."""

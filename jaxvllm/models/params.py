@@ -147,7 +147,7 @@ def abstract_params(
             whole = decl.stacked(len(layers) * most(layers)) if layers and layout == "stacked" else decl
             return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
 
-        return forms.node(decl, layers is not None, array)
+        return forms.node(name, decl, layers is not None, array)
 
     return build(Spread.on(spec, mesh), layout, leaf)
 

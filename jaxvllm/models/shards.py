@@ -1,6 +1,6 @@
 """Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.experts import first_slots
-from jaxvllm.models.forms import Forms
+from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.few_bits import Elements, FewBits
 from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
@@ -21,9 +22,12 @@ from sharding.placement import place
 ShardingOf = Callable[[ParamDecl], NamedSharding]
 # Returns the function that fills the array of that name, of a layer or, with None, outside the layers.
 Weights = Callable[[str, int | None], Fill]
+# Returns what is stored of the elements of that matrix.
+StoredElements = Callable[[str, int | None], Elements]
 # Yields the array of that name, of a layer or, with None, outside the layers. It comes in one part or in several that
-# follow each other along the first dimension. The parts are on their devices and in their dtype already.
-Parts = Callable[[str, ParamDecl, int | None], Iterator[jax.Array]]
+# follow each other along the first dimension. The parts are on their devices and in their dtype already, and those that
+# come as a `Matrix` are in their form.
+Parts = Callable[[str, ParamDecl, int | None], Iterator[jax.Array | Matrix]]
 
 
 def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf) -> Parts:
@@ -34,29 +38,69 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
     """
 
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
-        stored, wanted = weights(name, layer), whole.dtype_in(dtype)
-        boxes = spread_boxes(declaration(spread.spec, name, layer), whole)
-        fill = tiled([Tile(box, stored, origin) for box, origin in boxes])
-        for part in _halves(whole) if layout == "stacked" and layer is not None else [Box.whole(whole.shape)]:
-
-            def shard(index: tuple[slice, ...] | None, part: Box = part) -> np.ndarray:
-                assert index is not None
-                box = Box.of_index(index, part.shape)
-                out = aligned_zeros(box.shape, wanted)
-                fill(out, box.moved(part.start).start)
-                return out
-
-            yield jax.make_array_from_callback(part.shape, sharding_of(whole), shard, wanted)
+        fill = spread_fill(spread, name, whole, layer, weights(name, layer))
+        for rows in _parts(whole, layout, layer):
+            yield _read(fill, whole, rows, whole.dtype_in(dtype), sharding_of)
 
     return parts
 
 
-def _halves(decl: ParamDecl) -> Iterator[Box]:
-    """Yields gate and up apart, because they are two tensors, and any other array as a whole."""
-    axis, size = decl.axes[0], decl.shape[0]
-    step = 1 if axis is None and len(decl.shape) > 1 else size
+def read_stored(
+    stored: StoredElements,
+    forms: Mapping[tuple[str, ParamDecl], FewBits],
+    rest: Parts,
+    spread: Spread,
+    layout: Layout,
+    dtype: DTypeLike,
+    sharding_of: ShardingOf,
+) -> Parts:
+    """Reads what is `stored` of the matrices that have a form in `forms`, and all others as `rest` does.
+
+    Nothing is decoded. The host has the arrays of one matrix of one layer at a time, as `read_shards` says.
+    """
+
+    def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
+        if (form := forms.get((name, whole))) is None:
+            yield from rest(name, whole, layer)
+            return
+        elements = stored(name, layer).mapped(lambda fill: spread_fill(spread, name, whole, layer, fill))
+        fills, decls = form.fills(whole, elements), form.declare(whole)
+        for rows in _parts(whole, layout, layer):
+            arrays = {
+                key: _read(fills[key], decl, rows, decl.dtype_in(dtype), sharding_of) for key, decl in decls.items()
+            }
+            yield Matrix(form, arrays)
+
+    return parts
+
+
+def spread_fill(spread: Spread, name: str, whole: ParamDecl, layer: int | None, stored: Fill) -> Fill:
+    """Returns the function that fills the array of that name in `spread.whole`, from the one of `spread.spec`."""
+    boxes = spread_boxes(declaration(spread.spec, name, layer), whole)
+    return tiled([Tile(box, stored, origin) for box, origin in boxes])
+
+
+def _read(fill: Fill, decl: ParamDecl, rows: range, dtype: np.dtype, sharding_of: ShardingOf) -> jax.Array:
+    """Reads those rows, along the first dimension, of the array with this declaration, each device its own part."""
+    shape = (len(rows), *decl.shape[1:])
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        box = Box.of_index(index, shape)
+        out = aligned_zeros(box.shape, dtype)
+        fill(out, (box.start[0] + rows.start, *box.start[1:]))
+        return out
+
+    return jax.make_array_from_callback(shape, sharding_of(decl), shard, dtype)
+
+
+def _parts(decl: ParamDecl, layout: Layout, layer: int | None) -> Iterator[range]:
+    """Yields the rows of the parts in which an array is read: gate and up of a stacked layer are two tensors."""
+    size = decl.shape[0]
+    is_halves = layout == "stacked" and layer is not None and decl.axes[0] is None and len(decl.shape) > 1
+    step = 1 if is_halves else size
     for first in range(0, size, step):
-        yield Box((first, *(0 for _ in decl.shape[1:])), (step, *decl.shape[1:]))
+        yield range(first, first + step)
 
 
 def sharding_on(mesh: Mesh) -> ShardingOf:
@@ -73,15 +117,20 @@ def assemble(
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
     """
 
-    def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
+    def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
         if decl.storage != "slots":
             return parts(name, decl, layer)
         return iter([jax.device_put(first_slots(*decl.shape), sharding_of(decl))])
 
     def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+        def kept(part: jax.Array | Matrix) -> Any:
+            if isinstance(part, Matrix):
+                return part
+            return forms.kept(part, name, decl, layers is not None, sharding_of)
+
         if layers is None or layout == "separate":
-            [array] = parts_of(name, decl, layers[0][0] if layers else None)
-            return jax.block_until_ready(forms.kept(array, decl, layers is not None, sharding_of))
+            [part] = parts_of(name, decl, layers[0][0] if layers else None)
+            return jax.block_until_ready(kept(part))
 
         def zeros(decl: ParamDecl) -> jax.Array:
             whole = decl.stacked(most(layers))
@@ -89,17 +138,17 @@ def assemble(
             array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
             return array
 
-        stack = forms.node(decl, True, zeros)
+        stack = forms.node(name, decl, True, zeros)
         held = jax.tree.leaves(stack)
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
         for i, layer in enumerate(layers[stage]):
             first = 0
             for part in parts_of(name, decl, layer):
-                kept = jax.tree.leaves(forms.kept(part, decl, True, sharding_of))
+                new = jax.tree.leaves(kept(part))
                 at = np.int32(i), np.int32(first)
-                held = [put(array, new, *at) for put, array, new in zip(puts, held, kept, strict=True)]
+                held = [put(array, own, *at) for put, array, own in zip(puts, held, new, strict=True)]
                 jax.block_until_ready(held)
-                first += len(part)
+                first += len(new[0])
         return jax.tree.unflatten(jax.tree.structure(stack), held)
 
     return build(spread, layout, leaf)

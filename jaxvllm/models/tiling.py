@@ -48,6 +48,21 @@ class Box:
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
+    def pieces(self, most: int) -> Iterator["Box"]:
+        """Yields boxes of at most so many elements that are this box together, cut along its first axes."""
+        size = math.prod(self.shape)
+        if size <= most:
+            yield self
+            return
+        axis = next(i for i, length in enumerate(self.shape) if length > 1)
+        length = self.shape[axis]
+        rows = max(1, most * length // size)
+        for first in range(0, length, rows):
+            start, shape = list(self.start), list(self.shape)
+            start[axis] += first
+            shape[axis] = min(rows, length - first)
+            yield from Box(tuple(start), tuple(shape)).pieces(most)
+
     def index(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Returns this box as an index into the array that begins at `origin`."""
         ranges = zip(self.start, origin, self.shape, strict=True)

@@ -15,6 +15,7 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
@@ -112,8 +113,14 @@ class Deployment:
 
     @property
     def forms(self) -> Forms:
-        """The forms of the matrices, which need no turning to be counted and compiled."""
-        return Forms.chosen(self.quantization, self.backend, may_turn=False)
+        """The forms of the matrices, which need no turning to be counted and compiled.
+
+        A quantized checkpoint is taken to have all matrices of its layers so, because the config alone is read.
+        """
+        on_cpu = self.target.platform == "cpu" and self.stages == 1
+        forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=on_cpu, shards=self.size)
+        encoding = published_encoding(self.hf_config)
+        return forms if encoding is None else forms.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
 
     @property
     def page_bytes(self) -> float:

@@ -31,9 +31,9 @@ class _DeclaredArrays:
 
     @property
     def multiplied(self) -> int:
-        """The elements of each by which a token is multiplied: not those of experts that it does not choose."""
+        """The weights of each by which a token is multiplied: not those of experts that it does not choose."""
         chosen, of = self.decl.chosen or (1, 1)
-        return self.elements * chosen // of
+        return self.elements * self.decl.per_element * chosen // of
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Share:
 
     def _arrays(self) -> list[_DeclaredArrays]:
         def leaf(name: str, matrix: ParamDecl, layers: StackLayers | None) -> Any:
-            return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
+            return self.forms.node(name, matrix, layers is not None, partial(of_array, layers=layers))
 
         def of_array(decl: ParamDecl, layers: StackLayers | None) -> _DeclaredArrays:
             elements = math.prod(decl.shape) // math.prod(self._parts(axis) for axis in decl.axes)

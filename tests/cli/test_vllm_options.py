@@ -153,6 +153,8 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
         ({"trust_remote_code": True, "enforce_eager": False, "enable_chunked_prefill": True, "swap_space": 4}, {}),
         ({"quantization": None, "enable_lora": False, "dtype": "half", "max_model_len": -1}, {"dtype": "float16"}),
         ({"quantization": "int8_per_channel_weight_only"}, {"quantization": "int8"}),
+        ({"quantization": "fp8_per_tensor"}, {"quantization": "fp8"}),
+        ({"quantization": "int4_g32"}, {"quantization": "int4_g32"}),
         ({"compilation_config": {"level": 3}, "limit_mm_per_prompt": {"image": 0}}, {}),
         ({"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": False}}, {}),
     ],

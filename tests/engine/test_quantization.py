@@ -1,5 +1,6 @@
-"""Engines whose matrices are int8: one text whatever multiplies and on every mesh, and weights that are replaced."""
+"""Engines whose matrices have few bits: one text whatever multiplies, on every mesh, and weights that are replaced."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,22 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
-from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.code import E4M3
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
+from jaxvllm.models.forms.scaled_rows import ScaledRows
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import chip_named
 from tests.engine.tiny import greedy_tokens, random_prompts, tiny_llm
 from tests.models.dense import dense_logits
+from tests.models.published.test_packed_integers import compressed, packed
+from tests.models.published.written import write_model
 
 PROMPTS = random_prompts(3, 20, seed=7)
 
 
-@pytest.fixture(scope="module")
-def best_tokens(tiny_checkpoint: Path) -> list[list[int]]:
+def recomputed(path: Path, forms: Forms) -> list[list[int]]:
     """What each prompt goes on with, by the layers without pages or an engine."""
-    spec = model_spec(checkpoint.read_config(tiny_checkpoint))
-    params = checkpoint.load(tiny_checkpoint, spec, dtype=jnp.float32, layout="separate", forms=Forms(layers=Int8()))
+    spec = model_spec(checkpoint.read_config(path))
+    params = checkpoint.load(path, spec, dtype=jnp.float32, layout="separate", forms=forms)
     logits = jax.jit(lambda tokens: dense_logits(params, spec, tokens))
     found = []
     for prompt in PROMPTS:
@@ -35,6 +43,33 @@ def best_tokens(tiny_checkpoint: Path) -> list[list[int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def best_tokens(tiny_checkpoint: Path) -> list[list[int]]:
+    return recomputed(tiny_checkpoint, Forms(layers=ScaledRows()))
+
+
+@pytest.fixture(scope="module")
+def published(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, whose projections are stored as integers of four bits, in groups of 16 inputs."""
+    path, tensors = tmp_path_factory.mktemp("int4"), {}
+    shutil.copytree(tiny_checkpoint, path, dirs_exist_ok=True)
+    for name, weight in load_file(tiny_checkpoint / "model.safetensors").items():
+        if "_proj" not in name:
+            tensors[name] = weight
+            continue
+        rows, columns = weight.shape
+        grouped = np.zeros((rows, -(-columns // 16) * 16), np.float32)
+        grouped[:, :columns] = weight
+        grouped = grouped.reshape(rows, -1, 16)
+        scales = np.abs(grouped).max(-1) / 7
+        codes = np.rint(grouped / scales[..., None]).astype(np.int64).reshape(rows, -1)[:, :columns] + 8
+        base = name.removesuffix(".weight")
+        tensors |= {f"{base}.weight_packed": packed(codes, 4), f"{base}.weight_scale": scales}
+    settings = compressed("pack-quantized", num_bits=4, type="int", group_size=16)
+    config = checkpoint.read_config(tiny_checkpoint) | {"quantization_config": settings}
+    return write_model(path, config, tensors)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"mesh": "2x1x2", "attention_backend": "reference"}],
@@ -44,7 +79,7 @@ def test_the_same_tokens(options: dict[str, Any], tiny_checkpoint: Path, best_to
     with tiny_llm(tiny_checkpoint, quantization="int8", dtype="float32", **options) as llm:
         assert greedy_tokens(llm, PROMPTS, 8) == best_tokens
         held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
-        assert any(isinstance(node, Matrix) and isinstance(node.form, Int8) for node in held)
+        assert any(isinstance(node, Matrix) and isinstance(node.form, ScaledRows) for node in held)
         if options:
             return
         # Weights of a checkpoint are rounded as at the start, and a tree like the engine's is taken as it is.
@@ -53,6 +88,36 @@ def test_the_same_tokens(options: dict[str, Any], tiny_checkpoint: Path, best_to
         assert greedy_tokens(llm, PROMPTS, 8) != best_tokens
         llm.update_weights(tiny_checkpoint)
         assert greedy_tokens(llm, PROMPTS, 8) == best_tokens
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "1x2"])
+def test_stored_bits_give_the_tokens_of_the_decoded_model(mesh: str, published: Path, tiny_checkpoint: Path) -> None:
+    expected = recomputed(published, Forms())
+    with tiny_llm(published, dtype="float32", mesh=mesh) as llm:
+        held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
+        assert sum(isinstance(node, Matrix) and isinstance(node.form, ScaledGroups) for node in held) == 4 * 3
+        # Prompts are longer than a step, so they come in chunks.
+        assert greedy_tokens(llm, PROMPTS, 8) == expected
+        assert greedy_tokens(llm, PROMPTS[:1], 8) == expected[:1]
+        # Other weights are rounded to the forms that the engine has, and the first ones are taken as they are stored.
+        llm.update_weights(tiny_checkpoint)
+        rounded = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
+        assert [type(node) for node in rounded] == [type(node) for node in held]
+        llm.update_weights(published)
+        assert greedy_tokens(llm, PROMPTS, 8) == expected
+
+
+def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None:
+    form = FewBitsForms(by_tile=True).named("int4_g32")
+    with tiny_llm(tiny_checkpoint, quantization="int4_g32", dtype="float32") as llm:
+        assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms(layers=form))
+
+
+def test_groups_need_a_kernel_beside_cpus() -> None:
+    chip = chip_named("v5e")
+    with pytest.raises(NotImplementedError, match="int4 has no kernel for this device yet.*use int8 or fp8, or a CPU"):
+        Forms.chosen("int4", Backend("tpu", chip), may_turn=False)
+    assert Forms.chosen("fp8", Backend("tpu", chip), may_turn=False).layers == ScaledRows(code=E4M3)
 
 
 def test_an_unknown_quantization_is_refused(tiny_checkpoint: Path) -> None:

@@ -20,8 +20,8 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Arrays
-from jaxvllm.models.forms.int8 import CpuInt8, Int8
 from jaxvllm.models.forms.plain import xla_product
+from jaxvllm.models.forms.scaled_rows import CpuInt8, ScaledRows
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -35,7 +35,7 @@ from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 
 TOKENS = list(range(3, 20))
-INT8 = Forms(layers=Int8())
+INT8 = Forms(layers=ScaledRows())
 KERNELS = Forms(CpuInt8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
 # A gated FFN with grouped heads, and one with two matrices, biases and a tied embedding.
 NAMES = ["llama", "gpt2"]
@@ -75,7 +75,7 @@ class Case:
 
 
 def by_hand(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What `Int8` says in words."""
+    """What `ScaledRows` says in words."""
     largest = np.abs(matrix).max(-1)
     scales = np.where(largest > 0, largest * np.float32(1 / 127), np.float32(1))
     return np.rint(matrix / scales[..., None]).astype(np.int8), scales

@@ -15,7 +15,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.experts import SLOTS, by_expert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
-from jaxvllm.models.forms.int8 import Int8
+from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.params import Layout, Params, declare_layer
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.expert_slots import ExpertSlots
@@ -41,7 +41,7 @@ def experts_of(params: Params, name: str) -> list[np.ndarray]:
     return list(map(np.asarray, jax.tree.leaves(held)))
 
 
-@pytest.mark.parametrize(("layout", "form"), [("separate", None), ("stacked", Int8())])
+@pytest.mark.parametrize(("layout", "form"), [("separate", None), ("stacked", ScaledRows())])
 def test_slots_hold_their_experts(layout: Layout, form: Any, tmp_path: Path) -> None:
     mesh = make_mesh(MeshShape(1, SIZE), jax.devices())
     spec = by_expert(model_spec(FIXTURE.config, FIXTURE.max_model_len), NUM_REDUNDANT)

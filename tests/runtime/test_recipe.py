@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN, Matrix
-from jaxvllm.models.forms.int8 import CpuInt8, Int8
+from jaxvllm.models.forms.scaled_rows import CpuInt8, ScaledRows
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.ops import biased, project
@@ -74,7 +74,7 @@ def test_whatever_differs_gives_another_name() -> None:
                 {"y": struct(4)},
                 Matrix(PLAIN, {"x": struct(4)}),  # type: ignore[dict-item]
                 Matrix(Turned(), {"x": struct(4)}),  # type: ignore[dict-item]
-                Matrix(Int8(), {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(ScaledRows(), {"x": struct(4)}),  # type: ignore[dict-item]
                 Matrix(CpuInt8(host_chip()), {"x": struct(4)}),  # type: ignore[dict-item]
             )
         ),

@@ -15,7 +15,7 @@ from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
-from jaxvllm.models.forms.int8 import CpuInt8
+from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout, abstract_params, head_of
 from jaxvllm.runtime.batch import packed_size

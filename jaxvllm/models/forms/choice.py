@@ -1,25 +1,66 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
 from jax.sharding import NamedSharding
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.code import E4M3, INT8, UINT4
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
-from jaxvllm.models.forms.int8 import int8_form
 from jaxvllm.models.forms.plain import PLAIN
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
+from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
 from jaxvllm.models.forms.tpu_experts import TpuExperts
 from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 
-# What users may choose by name, made for a CPU on which our own kernels run, or for none.
-QUANTIZATIONS: Mapping[str, Callable[[CpuChip | None], Form]] = {"int8": int8_form}
+# What users may choose by name. int4 takes 4.125 and 4.5 bits a weight.
+QUANTIZATIONS: Mapping[str, StoredAs] = {
+    "int8": StoredAs(INT8, None, "float32"),
+    "fp8": StoredAs(E4M3, None, "float32"),
+    "int4": StoredAs(UINT4, 128, "bfloat16"),
+    "int4_g32": StoredAs(UINT4, 32, "bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class FewBitsForms:
+    """Chooses the forms of matrices in few bits.
+
+    by_tile: whether XLA may decode some rows of a matrix at a time. On TPUs and GPUs it would write the whole matrix in
+    16 bits instead, so there only rows with one scale are kept, which need no decoding before they are multiplied
+    chip: a CPU on which our own kernels run
+    shards: the devices that a matrix is divided among
+    """
+
+    by_tile: bool = False
+    chip: CpuChip | None = None
+    shards: int = 1
+
+    def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
+        """Returns the form of a matrix with groups of at most that size, or None where it has none."""
+        if stored.is_by_row and stored.code == INT8:
+            return int8_form(self.chip)
+        if self.by_tile:
+            return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+        return ScaledRows(code=stored.code) if stored.is_by_row else None
+
+    def named(self, quantization: str) -> FewBits:
+        """Returns the form that users call so. Raises NotImplementedError where there is none."""
+        wanted = QUANTIZATIONS[quantization]
+        if (form := self.of(wanted, wanted.group)) is None:
+            raise NotImplementedError(
+                f"quantization {quantization} has no kernel for this device yet, and without one each step would write "
+                "all matrices in 16 bits: use int8 or fp8, or a CPU"
+            )
+        return form
 
 
 @dataclass(frozen=True)
@@ -30,19 +71,26 @@ class Forms:
     head: of an LM head of its own
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
+    stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
+    own: the forms of some matrices, by their names and declarations, which come before all others
     """
 
     layers: Form = PLAIN
     head: Form = PLAIN
     table: Form = PLAIN
     experts: Form = PLAIN
+    stored: FewBitsForms | None = None
+    own: Mapping[tuple[str, ParamDecl], Form] = field(default_factory=dict)
 
     @classmethod
-    def chosen(cls, quantization: str | None, backend: Backend, may_turn: bool) -> Self:
+    def chosen(
+        cls, quantization: str | None, backend: Backend, may_turn: bool, by_tile: bool = False, shards: int = 1
+    ) -> Self:
         """Returns the forms for the kernels of `backend`. For the reference XLA multiplies.
 
-        `may_turn` says that the model is on one CPU, whose layers have arrays of their own. A quantization is that of
-        the layers. The head keeps its dtype, as in vLLM: its errors would be those of the logits.
+        `may_turn` says that the model is on one CPU, whose layers have arrays of their own, and `by_tile` that it is on
+        `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its errors would be
+        those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are forms for that.
         """
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
@@ -50,17 +98,28 @@ class Forms:
             usual = CpuKernel(chip)
         elif may_turn and prefers_turned():
             usual = Turned()
-        layers = usual if quantization is None else QUANTIZATIONS[quantization](chip)
+        in_few_bits = FewBitsForms(by_tile, chip, shards)
+        layers = usual if quantization is None else in_few_bits.named(quantization)
         # An expert is multiplied by few rows, and one that is turned ten times slower (CPU, 32 experts of 512 x 256).
         experts = PLAIN if isinstance(layers, Turned) else layers
         if quantization is None and isinstance(backend.chip, TpuChip):
             experts = TpuExperts(backend.chip, backend.interpret)
         elif quantization is None and isinstance(backend.chip, GpuChip):
             experts = GpuExperts(backend.chip, backend.interpret)
-        return cls(layers, usual, PLAIN if isinstance(usual, Turned) else usual, experts)
+        stored = in_few_bits if quantization is None else None
+        return cls(layers, usual, PLAIN if isinstance(usual, Turned) else usual, experts, stored)
 
-    def of(self, decl: ParamDecl, is_of_layer: bool) -> Form:
-        """Returns the form of the array with this declaration, of a layer or outside the layers."""
+    def as_stored(self, layers: StoredAs | None, experts: StoredAs | None) -> Self:
+        """Returns the forms of a model of whose layers a checkpoint stores the matrices, and the experts, so."""
+        if self.stored is None:
+            return self
+        forms = [None if way is None else self.stored.of(way, way.group) for way in (layers, experts)]
+        return replace(self, layers=forms[0] or self.layers, experts=forms[1] or self.experts)
+
+    def of(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
+        """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
+        if (own := self.own.get((name, decl))) is not None:
+            return own
         if decl.storage == "tied_table":
             return self.table
         if decl.storage == "experts":
@@ -71,16 +130,21 @@ class Forms:
         return PLAIN
 
     def kept(
-        self, array: jax.Array, decl: ParamDecl, is_of_layer: bool, sharding_of: Callable[[ParamDecl], NamedSharding]
+        self,
+        array: jax.Array,
+        name: str,
+        decl: ParamDecl,
+        is_of_layer: bool,
+        sharding_of: Callable[[ParamDecl], NamedSharding],
     ) -> Any:
         """Returns the node of the tree that keeps `array`, which is on its devices already."""
-        form = self.of(decl, is_of_layer)
+        form = self.of(name, decl, is_of_layer)
         shardings = {name: sharding_of(part) for name, part in form.declare(decl).items()}
         return form.wrapped(form.keep(array, shardings))
 
-    def node(self, decl: ParamDecl, is_of_layer: bool, array: Callable[[ParamDecl], Any]) -> Any:
+    def node(self, name: str, decl: ParamDecl, is_of_layer: bool, array: Callable[[ParamDecl], Any]) -> Any:
         """Returns the node of the tree that keeps an array, with `array(declaration)` in the place of each array."""
-        form = self.of(decl, is_of_layer)
+        form = self.of(name, decl, is_of_layer)
         return form.wrapped({name: array(part) for name, part in form.declare(decl).items()})
 
 

@@ -92,15 +92,17 @@ class Form(ABC):
         """
 
         def of_stack(arrays: Arrays) -> jax.Array:
-            def product(tile: jax.Array, group: jax.Array) -> jax.Array:
-                one = {name: item_of(array, experts.first + group) for name, array in arrays.items()}
-                return self.product(tile, one, None)
-
-            return over_groups(x, starts, product)
+            return over_groups(
+                x, starts, lambda tile, group: self.product_in_stack(tile, arrays, experts.first + group)
+            )
 
         branches = [partial(of_stack, arrays) for arrays in experts.stacks]
         result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
         return result
+
+    def product_in_stack(self, x: jax.Array, stack: Arrays, number: jax.Array) -> jax.Array:
+        """Multiplies x [T, in] by matrix `number` of a stack: [T, ..]."""
+        return self.product(x, {name: item_of(array, number) for name, array in stack.items()}, None)
 
     def grouped_gated_product(
         self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating

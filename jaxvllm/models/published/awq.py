@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.code import UINT4
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import WORDS, Encoding
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
@@ -33,6 +36,9 @@ class Awq(Encoding):
             raise ValueError(f"config version of AWQ must be gemm, not {version!r}")
         return cls(group_size(settings))
 
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(UINT4, self.group_size, "float16", has_zeros=True)
+
     @property
     def ends(self) -> Mapping[str, str]:
         return {".qweight": ".weight", ".qzeros": ".weight", ".scales": ".weight"}
@@ -48,12 +54,10 @@ class Awq(Encoding):
         zeros = files.tensor(f"{base}.qzeros", (groups, words), WORDS)
         scales = files.tensor(f"{base}.scales", (groups, rows), DTYPES)
         table = integers(BITS)
-        return turned(
-            scaled(
-                unpacked(values, table, _PLACES),
-                by_group(stored(scales), (step, 1)),
-                by_group(unpacked(zeros, table, _PLACES), (step, 1)),
-            )
+        return scaled(
+            turned(unpacked(values, table, _PLACES)),
+            by_group(turned(stored(scales)), (1, step)),
+            by_group(turned(unpacked(zeros, table, _PLACES)), (1, step)),
         )
 
 

@@ -6,6 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.code import E4M3, INT8, UINT4
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
 from jaxvllm.models.published.fp8 import block_size
@@ -24,9 +27,11 @@ class CompressedTensors(Encoding):
     The config says in its targets and in `ignore` how each layer is stored. The shapes of the tensors say that as well.
 
     blocks: the rows and columns that have one scale, besides whole rows and whole matrices
+    first: how layers of the first group are stored
     """
 
     blocks: tuple[tuple[int, int], ...]
+    first: StoredAs | None
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
@@ -39,14 +44,18 @@ class CompressedTensors(Encoding):
             value = settings.nested(key).values
             if value and value.get("format") != "dense":
                 raise ValueError(f"config {key} = {value!r} is not supported: it changes the model")
-        blocks = []
+        blocks, ways = [], []
         for group in settings.nested("config_groups").values.values():
             weights = _weights(group)
+            ways.append(_way(weights))
             if (block := block_size(weights, "block_structure")) is not None:
                 blocks.append(block)
             if (size := weights.optional_integer("group_size", least=-1)) is not None and size > 0:
                 blocks.append((1, size))
-        return cls(tuple(dict.fromkeys(blocks)))
+        return cls(tuple(dict.fromkeys(blocks)), ways[0] if ways else None)
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return self.first
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -87,6 +96,16 @@ class CompressedTensors(Encoding):
         zeros = files.tensor(zero_point, (-(-grid[0] * bits // 32), grid[1]), WORDS)
         by_row = by_group(turned(unpacked(zeros.T, integers(bits))), block)
         return scaled(unpacked(words, integers(bits)), scales, by_row)
+
+
+def _way(weights: HfConfig) -> StoredAs:
+    """Returns how matrices with these settings are stored."""
+    block = block_size(weights, "block_structure")
+    size = weights.optional_integer("group_size", least=-1) if block is None else block[1]
+    is_float = weights.values.get("type") == "float"
+    code = E4M3 if is_float else UINT4 if weights.values.get("num_bits") == 4 else INT8
+    has_zeros = weights.values.get("symmetric") is False
+    return StoredAs(code, size if size is not None and size > 0 else None, "bfloat16", has_zeros)
 
 
 def _weights(group: Any) -> HfConfig:

@@ -1,14 +1,16 @@
-"""`EncodedFiles`: the tensors of a checkpoint as if none were quantized. Parts are decoded when they are read."""
+"""`EncodedFiles`: the tensors of a checkpoint as if none were quantized. Parts are decoded when they are read.
 
-import math
+What is stored of a tensor can be read as well, for forms that keep it.
+"""
+
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxvllm.models.published.encoding import Encoding
-from jaxvllm.models.published.parts import Part
+from jaxvllm.models.published.parts import Part, ScaledCodes
 from jaxvllm.models.safetensors_files import WeightFiles
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
@@ -54,6 +56,11 @@ class EncodedFiles:
         part = self._part(source.name, source.shape)
         return self.files.fill(source) if part is None else decoded(part, source)
 
+    def codes(self, source: Source) -> ScaledCodes | None:
+        """Returns what is stored of the tensor of `source`, if that is codes and scales. Raises as `check` does."""
+        part = self._part(source.name, source.shape)
+        return part if isinstance(part, ScaledCodes) else None
+
     def _part(self, name: str, shape: tuple[int, ...]) -> Part | None:
         part = self.encoding.part(self.files, name, shape)
         if part is None:
@@ -69,7 +76,7 @@ def decoded(part: Part, source: Source) -> Fill:
     start, steps = source.steps()
 
     def fill(out: np.ndarray, first: tuple[int, ...]) -> None:
-        for box in _pieces(Box(first, out.shape)):
+        for box in Box(first, out.shape).pieces(_MOST):
             # The smallest box of the tensor that has all of these elements, and our way through it.
             corner = tuple(s + _dot(step, box.start) for s, step in zip(start, steps, strict=True))
             shape = tuple(1 + _dot(step, (size - 1 for size in box.shape)) for step in steps)
@@ -82,19 +89,3 @@ def decoded(part: Part, source: Source) -> Fill:
 
 def _dot(a: Iterable[int], b: Iterable[int]) -> int:
     return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _pieces(box: Box) -> Iterator[Box]:
-    """Yields boxes of few elements that are the box together, cut along its first axes."""
-    size = math.prod(box.shape)
-    if size <= _MOST:
-        yield box
-        return
-    axis = next(i for i, length in enumerate(box.shape) if length > 1)
-    length = box.shape[axis]
-    rows = max(1, _MOST * length // size)
-    for first in range(0, length, rows):
-        start, shape = list(box.start), list(box.shape)
-        start[axis] += first
-        shape[axis] = min(rows, length - first)
-        yield from _pieces(Box(tuple(start), tuple(shape)))

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 import ml_dtypes
 import numpy as np
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.published.parts import Part, by_group, stored
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
 
@@ -24,6 +26,13 @@ class Encoding(ABC):
     @abstractmethod
     def ends(self) -> Mapping[str, str]:
         """The ends of the names of stored tensors, and those of the matrices that these are parts of."""
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        """Returns how the matrices of layers are stored, of which `storage` may be experts, as far as the config tells.
+
+        Layers of which the config says that they are stored otherwise are not considered. Plans count with it.
+        """
+        return None
 
     @abstractmethod
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:

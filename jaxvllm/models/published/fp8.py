@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.code import E4M3
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import FP8, Encoding, block_scales, usual_blocks
 from jaxvllm.models.published.parts import Part, scaled, stored
@@ -32,6 +35,9 @@ class Fp8(Encoding):
         """Reads a quantization_config of ModelOpt. Raises ValueError for another algorithm than FP8."""
         settings.choice("quant_algo", "none", ("FP8",))
         return cls(None)
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
 
     @property
     def ends(self) -> Mapping[str, str]:

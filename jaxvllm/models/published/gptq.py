@@ -6,6 +6,9 @@ from typing import Self
 
 import numpy as np
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.code import INT8, UINT4
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.awq import group_size
 from jaxvllm.models.published.encoding import WORDS, Encoding
@@ -37,6 +40,9 @@ class Gptq(Encoding):
         # The first version stores zeros that are 1 less, and lets them wrap around.
         return cls(bits, group_size(settings), 1 if version == "gptq" else 0)
 
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(INT8 if self.bits == 8 else UINT4, self.group_size, "float16", has_zeros=True)
+
     @property
     def ends(self) -> Mapping[str, str]:
         return {f".{part}": ".weight" for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -58,7 +64,8 @@ class Gptq(Encoding):
             group_of = files.integers(f"{base}.g_idx", (columns,))
             if group_of.min() < 0 or group_of.max() >= groups:
                 raise ValueError(f"{files.where(f'{base}.g_idx')}: {base}.g_idx must be numbers of {groups} groups")
-            by_input = (1, group_of)
+            # A checkpoint may state the usual order.
+            by_input = by_input if np.array_equal(group_of, np.arange(columns) // step) else (1, group_of)
         scales = files.tensor(f"{base}.scales", (groups, rows), DTYPES)
         zeros = files.tensor(f"{base}.qzeros", (groups, -(-rows * bits // 32)), WORDS)
         return scaled(

@@ -7,6 +7,9 @@ from typing import Self
 import ml_dtypes
 import numpy as np
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.code import FLOAT4
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, turned, unpacked
@@ -15,7 +18,6 @@ from jaxvllm.models.safetensors_files import WeightFiles
 BLOCK = 32
 _BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
 _EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # byte e stands for 2 ** (e - 127)
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Mxfp4(Encoding):
         """Reads a quantization_config. It says nothing that the files do not say."""
         return cls()
 
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(FLOAT4, BLOCK, _EXPONENTS.name) if storage == "experts" else None
+
     @property
     def ends(self) -> Mapping[str, str]:
         return {"_blocks": "", "_scales": ""}
@@ -45,11 +50,10 @@ class Mxfp4(Encoding):
             raise ValueError(f"{files.where(blocks)}: {blocks} has blocks of {BLOCK}, and the config {columns} inputs")
         packed = files.tensor(blocks, (*grid, BLOCK // 2), _BYTES).reshape((X, rows, columns // 2), copy=False)
         scales = files.tensor(f"{name}_scales", grid, _BYTES).view(_EXPONENTS)
-        return turned(scaled(unpacked(packed, _table()), by_group(stored(scales), (1, 1, BLOCK))))
+        return scaled(turned(unpacked(packed, _table())), by_group(turned(stored(scales)), (1, BLOCK, 1)))
 
 
 def _table() -> np.ndarray:
     """Returns the two numbers of each byte. The highest bit of a number is its sign."""
-    numbers = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
     values = np.arange(256)
-    return np.stack([numbers[values & 15], numbers[values >> 4]], axis=1)
+    return FLOAT4.table[np.stack([values & 15, values >> 4], axis=1)]

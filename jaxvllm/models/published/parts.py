@@ -1,23 +1,103 @@
-"""Computes any part of a matrix from the parts of stored tensors that it needs, and from no others."""
+"""Computes any part of a matrix from the parts of stored tensors that it needs, and from no others.
+
+Where a part is made of codes of few bits and of scales by group, it says so: forms keep these as they are.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.models.forms.code import BYTES, FLOAT4, INT8, UINT4, Code
 from jaxvllm.models.tiling import Box
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
 
 
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """The values that an array has."""
+
+    array: np.ndarray
+
+    def __call__(self, box: Box) -> np.ndarray:
+        part = self.array[box.index((0,) * self.array.ndim)]
+        return _looked_up(part, _bytes_of(self.array.dtype)) if self.array.itemsize == 1 else part.astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """The values of codes, to each of which `added` is added.
+
+    read: returns the codes of a box, one in each byte
+    """
+
+    code: Code
+    read: Part
+    added: int = 0
+
+    def __call__(self, box: Box) -> np.ndarray:
+        return _looked_up(self.read(box), self.code.table + np.float32(self.added))
+
+
+@dataclass(frozen=True, eq=False)
+class ByGroup:
+    """The value of the group of each element, of which the last group of an axis may have fewer than others.
+
+    groups: for each axis, how many elements in a row are a group, or the number of the group of each element
+    """
+
+    part: Part
+    groups: tuple[int | np.ndarray, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that holds all values."""
+        return self.part.array.dtype.name if isinstance(self.part, Stored) else "float32"
+
+    def __call__(self, box: Box) -> np.ndarray:
+        start, shape, places = list(box.start), list(box.shape), []
+        for axis, (first, stop, group) in enumerate(zip(box.start, box.stop, self.groups, strict=True)):
+            if isinstance(group, np.ndarray) or group > 1:
+                own = group[first:stop] if isinstance(group, np.ndarray) else np.arange(first, stop) // group
+                start[axis] = int(own.min())
+                shape[axis] = int(own.max()) - start[axis] + 1
+                places.append((axis, own - start[axis]))
+        found = self.part(Box(tuple(start), tuple(shape)))
+        # The last axis comes first: then rows are copied whole.
+        for axis, own in reversed(places):
+            found = np.take(found, own, axis)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledCodes:
+    """The values (codes - zeros) * scales. Without `zeros`, these are 0."""
+
+    codes: Codes
+    scales: ByGroup
+    zeros: ByGroup | None
+
+    def __call__(self, box: Box) -> np.ndarray:
+        return _scaled(self.codes, self.scales, self.zeros, box)
+
+    @property
+    def groups(self) -> tuple[int, ...] | None:
+        """The number of elements in a row that have one scale and one zero, along each axis, or None if it differs."""
+        groups = self.scales.groups
+        if self.zeros is not None and not all(map(np.array_equal, groups, self.zeros.groups)):
+            return None
+        sizes = tuple(group for group in groups if isinstance(group, int))
+        return sizes if len(sizes) == len(groups) else None
+
+
 def stored(array: np.ndarray) -> Part:
     """Returns the values that `array` has."""
+    if (code := BYTES.get(array.dtype)) is None:
+        return Stored(array)
     origin = (0,) * array.ndim
-    if array.itemsize > 1:
-        return lambda box: array[box.index(origin)].astype(np.float32)
-    # A cast from FP8 takes three times as long as a look-up (42 ms and 15 for 4 million values).
-    table = np.arange(256).astype(np.uint8).view(array.dtype).astype(np.float32)
-    return lambda box: table[array[box.index(origin)].view(np.uint8)]
+    return Codes(code, lambda box: array[box.index(origin)])
 
 
 def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) -> Part:
@@ -26,6 +106,20 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
     table: f32[256, elements in a byte], the values of a byte, whose lowest bits come first
     order: the place in a word of each of its elements, if it is another one
     """
+    bits = 8 // table.shape[1]
+    first = int(table[0, 0])
+    bytes_ = np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1
+    if np.array_equal(table, integers(bits, first)):
+        if bits == 8:
+            return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), first + 128)
+        return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), first)
+    if bits == 4 and np.array_equal(table, FLOAT4.table[bytes_]):
+        return Codes(FLOAT4, _elements(words, bytes_.astype(np.uint8), order))
+    return _elements(words, table, order)
+
+
+def _elements(words: np.ndarray, table: np.ndarray, order: Sequence[int]) -> Part:
+    """Returns the elements of `unpacked`, in the dtype of `table`."""
     count = words.itemsize * table.shape[1]
 
     def values(box: Box) -> np.ndarray:
@@ -49,6 +143,10 @@ def integers(bits: int, added: int = 0) -> np.ndarray:
 
 def turned(part: Part) -> Part:
     """Returns the transpose of each matrix."""
+    if isinstance(part, Codes):
+        return Codes(part.code, turned(part.read), part.added)
+    if isinstance(part, Stored):
+        return Stored(part.array.swapaxes(-1, -2))
 
     def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes[:-2], sizes[-1], sizes[-2])
@@ -56,37 +154,32 @@ def turned(part: Part) -> Part:
     return lambda box: part(Box(swapped(box.start), swapped(box.shape))).swapaxes(-1, -2)
 
 
-def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> Part:
-    """Returns the value of the group of each element, of which the last group of an axis may have fewer than others.
-
-    groups: for each axis, how many elements in a row are a group, or the number of the group of each element
-    """
-
-    def values(box: Box) -> np.ndarray:
-        start, shape, places = list(box.start), list(box.shape), []
-        for axis, (first, stop, group) in enumerate(zip(box.start, box.stop, groups, strict=True)):
-            if isinstance(group, np.ndarray) or group > 1:
-                own = group[first:stop] if isinstance(group, np.ndarray) else np.arange(first, stop) // group
-                start[axis] = int(own.min())
-                shape[axis] = int(own.max()) - start[axis] + 1
-                places.append((axis, own - start[axis]))
-        found = part(Box(tuple(start), tuple(shape)))
-        # The last axis comes first: then rows are copied whole.
-        for axis, own in reversed(places):
-            found = np.take(found, own, axis)
-        return found
-
-    return values
+def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> ByGroup:
+    """Returns the value of the group of each element, for groups as `ByGroup` has them."""
+    return ByGroup(part, tuple(groups))
 
 
 def scaled(values: Part, scales: Part, zeros: Part | None = None) -> Part:
     """Returns (values - zeros) * scales. Without `zeros`, these are 0."""
+    if isinstance(values, Codes) and isinstance(scales, ByGroup) and (zeros is None or isinstance(zeros, ByGroup)):
+        return ScaledCodes(values, scales, zeros)
+    return lambda box: _scaled(values, scales, zeros, box)
 
-    def product(box: Box) -> np.ndarray:
-        found = values(box)  # a new array, which may be changed
-        if zeros is not None:
-            found -= zeros(box)
-        found *= scales(box)
-        return found
 
-    return product
+def _scaled(values: Part, scales: Part, zeros: Part | None, box: Box) -> np.ndarray:
+    found = values(box)  # a new array, which may be changed
+    if zeros is not None:
+        found -= zeros(box)
+    found *= scales(box)
+    return found
+
+
+def _bytes_of(dtype: np.dtype) -> np.ndarray:
+    """Returns the values of all bytes, f32[256]."""
+    return np.arange(256).astype(np.uint8).view(dtype).astype(np.float32)
+
+
+def _looked_up(array: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Returns the values of an array of bytes, by a table f32[256]."""
+    # A cast from FP8 takes three times as long as a look-up (42 ms and 15 for 4 million values).
+    return table[array.view(np.uint8)]

@@ -1,0 +1,86 @@
+"""`Code`: the numbers of few bits that checkpoints store, and how arrays hold them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A kind of numbers. A number of eight bits is an element of an array. Two numbers of four bits are one byte.
+
+    The first of two has the lower four bits.
+    """
+
+    name: Literal["int8", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+
+    @property
+    def per_byte(self) -> int:
+        """The numbers that a byte has."""
+        return 2 if self.name in ("uint4", "float4_e2m1fn") else 1
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of arrays of these numbers."""
+        return "uint8" if self.per_byte == 2 else self.name
+
+    @property
+    def zero(self) -> int:
+        """The number that stands for 0 where a matrix does not say another one."""
+        return 8 if self.name == "uint4" else 0
+
+    @property
+    def table(self) -> np.ndarray:
+        """The value of each byte that holds a single number, f32[256]. Four bits say nothing of bytes beyond 15."""
+        if self.name == "float4_e2m1fn":
+            return np.tile(np.array([*_E2M1, *(-value for value in _E2M1)], np.float32), 16)
+        return np.arange(256).astype(np.uint8).view(_DTYPES[self.dtype]).astype(np.float32)
+
+    def numbers(self, array: jax.Array) -> jax.Array:
+        """Returns the numbers f32[.., in] of an array [.., in], or [.., in / 2] where a byte has two."""
+        if self.per_byte == 1:
+            return array.astype(jnp.float32)
+        both = jnp.stack([array & 15, array >> 4], axis=-1).reshape(*array.shape[:-1], -1)
+        if self.name == "uint4":
+            return both.astype(jnp.float32)
+        # The values of the eight steps lie on three lines, of which the highest counts.
+        step = (both & 7).astype(jnp.float32)
+        size = jnp.maximum(jnp.maximum(step / 2, step - 2), 2 * step - 8)
+        return jnp.where(both > 7, -size, size)
+
+    def rounded(self, values: jax.Array) -> jax.Array:
+        """Returns the numbers nearest to values f32[.., in], of which none is beyond `largest`, as an array of them."""
+        if self.per_byte == 1:
+            dtype = _DTYPES[self.name]
+            return (jnp.round(values) if self.name == "int8" else values).astype(dtype)
+        steps = (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
+        return steps[..., ::2] | steps[..., 1::2] << 4
+
+    @property
+    def largest(self) -> float:
+        """The value that the largest element of a group is rounded to. Raises NotImplementedError where none is."""
+        sizes: Mapping[str, float] = {"int8": 127, "uint4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+        if self.name not in sizes:
+            raise NotImplementedError(
+                f"no matrix is rounded to {self.name}: give the weights as a checkpoint stores them, in a directory"
+            )
+        return sizes[self.name]
+
+
+_DTYPES: Mapping[str, np.dtype] = {
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
+E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
+# The codes of arrays whose elements are single numbers.
+BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, E4M3, E5M2)}

@@ -1,0 +1,299 @@
+"""What a checkpoint stores in few bits is kept: its arrays mean what the checkpoint means, and multiply accordingly."""
+
+import logging
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.code import E4M3, FLOAT4, INT8, UINT4, Code
+from jaxvllm.models.forms.form import Experts
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
+from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.published import encoded_files, published_encoding
+from jaxvllm.models.spread import Spread
+from jaxvllm.planner.share import Share
+from pallas_kernels.cpu.host import host_chip
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tests.models.fixture import Fixture
+from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
+from tests.models.published.test_mxfp4 import gpt_oss, random_experts
+from tests.models.published.test_packed_integers import compressed, packed, random_codes
+from tests.models.published.written import fp8_checkpoint, resized, write_model
+
+TILES = Forms(stored=FewBitsForms(by_tile=True))
+ROWS = Forms(stored=FewBitsForms())
+
+
+def load(directory: Path, forms: Forms = TILES, size: int = 1, **options: Any) -> Any:
+    config = checkpoint.read_config(directory)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    usual = {"dtype": jnp.float32, "layout": "separate", "mesh": mesh, "forms": forms}
+    return checkpoint.load(directory, model_spec(config), **(usual | options))
+
+
+def values(node: Any) -> np.ndarray:
+    """The matrix that a node stands for, by what its form says in words."""
+    if not isinstance(node, Matrix):
+        return np.asarray(node, np.float32)
+    arrays = {name: np.asarray(array) for name, array in node.arrays.items()}
+    if isinstance(node.form, ScaledRows):
+        return arrays["values"].astype(np.float32) * arrays["scales"][..., None]
+    assert isinstance(node.form, ScaledGroups)
+    code, codes = node.form.code, arrays["codes"]
+    if code.per_byte == 2:
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+    numbers = code.table[codes.view(np.uint8)]
+    scales = arrays["scales"].astype(np.float32)
+    group = numbers.shape[-1] // scales.shape[-1]
+    zeros = arrays["zeros"].astype(np.float32) if "zeros" in arrays else np.full_like(scales, code.zero)
+    return (numbers - np.repeat(zeros, group, -1)) * np.repeat(scales, group, -1)
+
+
+def decoded(params: Any) -> Any:
+    return jax.tree.map(values, params, is_leaf=lambda node: isinstance(node, Matrix))
+
+
+def kept(params: Any) -> set[str]:
+    layers = params["layers"] if isinstance(params["layers"], list) else [params["layers"]]
+    return {name for layer in layers for name, node in layer.items() if isinstance(node, Matrix)}
+
+
+def of_projections(
+    directory: Path, fixture: Fixture, settings: Mapping[str, Any], parts: Any, ignored: tuple[str, ...] = ()
+) -> Path:
+    """The model of a fixture whose projections are stored as `parts` says, but for those with names that end so."""
+    tensors: dict[str, np.ndarray] = {}
+    for name, weight in fixture.weights().items():
+        if weight.ndim == 2 and "_proj" in name and not name.endswith(ignored or ("none",)):
+            base = name.removesuffix(".weight")
+            tensors |= {f"{base}.{part}": array for part, array in parts(weight.shape, len(name)).items()}
+        else:
+            tensors[name] = weight
+    return write_model(directory, fixture.config | {"quantization_config": dict(settings)}, tensors)
+
+
+def scales_of(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    return np.random.default_rng(shape[0]).uniform(1e-3, 9e-3, shape).astype(dtype)
+
+
+def gptq(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    (rows, columns), groups = shape, -(-shape[1] // 16)
+    return {
+        "qweight": packed(random_codes(shape, 4, seed), 4).T,
+        "qzeros": packed(random_codes((groups, rows), 4, seed + 1), 4),
+        "scales": scales_of((groups, rows), np.float16),
+        "g_idx": np.arange(columns, dtype=np.int32) // 16,
+    }
+
+
+def awq(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    rows, groups = shape[0], -(-shape[1] // 16)
+    return {
+        "qweight": packed(random_codes(shape[::-1], 4, seed), 4),
+        "qzeros": packed(random_codes((groups, rows), 4, seed + 1), 4),
+        "scales": scales_of((groups, rows), np.float16),
+    }
+
+
+def packed_integers(bits: int) -> Any:
+    def parts(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+        return {
+            "weight_packed": packed(random_codes(shape, bits, seed), bits),
+            "weight_scale": scales_of((shape[0], -(-shape[1] // 16)), ml_dtypes.bfloat16),
+            "weight_shape": np.array(shape),
+        }
+
+    return parts
+
+
+def int8_rows(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    codes = np.random.default_rng(seed).integers(-127, 128, shape).astype(np.int8)
+    return {"weight": codes, "weight_scale": scales_of((shape[0], 1), ml_dtypes.bfloat16)}
+
+
+def qwen() -> Fixture:
+    """A fixture whose matrices have sides that eight divides."""
+    return resized(Fixture.load("qwen3"), {100: 96}, intermediate_size=96)
+
+
+CASES = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq, UINT4),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16}, awq, UINT4),
+    "int4": (compressed("pack-quantized", num_bits=4, type="int", group_size=16), packed_integers(4), UINT4),
+    "int8": (compressed("pack-quantized", num_bits=8, type="int", group_size=16), packed_integers(8), INT8),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_integers_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    settings, parts, code = CASES[name]
+    path = of_projections(tmp_path, qwen(), settings, parts)
+    for size, layout in ((1, "separate"), (1, "stacked"), (4, "separate")):
+        params = load(path, size=size, layout=layout)
+        assert kept(params) == {"qkv", "o", "gate_up", "down"}
+        nodes = jax.tree.leaves(params["layers"], is_leaf=lambda node: isinstance(node, Matrix))
+        assert {node.form.code for node in nodes if isinstance(node, Matrix)} == {code}
+        chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size, layout=layout)))
+
+
+# Latent attention, and experts; on so many devices that they have parts of blocks, and copies of heads.
+@pytest.mark.parametrize(("name", "block", "size"), [("deepseek_v3", (32, 16), 2), ("qwen3", (48, 32), 8)])
+def test_blocks_of_fp8_are_kept_on_any_mesh(name: str, block: tuple[int, int], size: int, tmp_path: Path) -> None:
+    fixture = resized(Fixture.load(name), {100: 96}, intermediate_size=96)
+    path, _ = fp8_checkpoint(tmp_path, fixture, block)
+    for devices, layout in ((1, "separate"), (size, "separate"), (size, "stacked")):
+        params = load(path, size=devices, layout=layout)
+        assert {"o", "gate_up", "down"} <= kept(params)
+        chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), devices, layout=layout)))
+    # Without a kernel for groups, what would be written in 16 bits by each step is decoded once.
+    assert not kept(load(path, ROWS))
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    fixture, tensors = gpt_oss(), {}
+    for name, weight in fixture.weights().items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            X, columns, rows = weight.shape
+            tensors |= random_experts(name, X, rows, columns)[0]
+        else:
+            tensors[name] = weight
+    path = write_model(tmp_path, fixture.config | {"quantization_config": MXFP4}, tensors)
+    for size in (1, 2):
+        params = load(path, size=size)
+        assert kept(params) == {"experts_gate_up", "experts_down"}
+        chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size)))
+
+
+def test_rows_of_int8_are_multiplied_by_our_kernel_and_rows_of_fp8_by_xla(tmp_path: Path) -> None:
+    settings = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    path = of_projections(tmp_path, qwen(), settings, int8_rows)
+    plain = decoded(load(path, Forms()))
+    for forms in (TILES, ROWS, Forms(stored=FewBitsForms(True, host_chip()))):
+        params = load(path, forms)
+        assert kept(params) == {"qkv", "o", "gate_up", "down"}
+        chex.assert_trees_all_equal(decoded(params), plain)
+
+
+def test_layers_that_are_stored_in_several_ways_are_decoded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings, parts, _ = CASES["int4"]
+    path = of_projections(tmp_path, qwen(), settings, parts, ignored=("1.mlp.down_proj.weight", "q_proj.weight"))
+    with caplog.at_level(logging.INFO):
+        params = load(path)
+    assert kept(params) == {"o", "gate_up"}  # a part of qkv is stored otherwise, and down in one layer
+    assert "down is stored in several ways, so it is decoded in all" in caplog.text
+    chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
+
+
+def matrix_of(code: Code, rows: int, columns: int, group: int, has_zeros: bool = False) -> tuple[ScaledGroups, Any]:
+    """A form, and arrays that keep a random matrix in it."""
+    stream = np.random.default_rng(rows)
+    form = ScaledGroups(code, group, "float8_e8m0fnu" if code == FLOAT4 else "float32", has_zeros)
+    codes = stream.integers(0, 256, (rows, columns // code.per_byte)).astype(np.uint8)
+    if code == E4M3:
+        codes = np.where(codes & 127 == 127, 0, codes).astype(np.uint8)  # these are no numbers
+    scales = stream.integers(120, 128, (rows, columns // group)).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    if code != FLOAT4:
+        scales = stream.uniform(1e-3, 9e-3, scales.shape).astype(np.float32)
+    arrays = {"codes": codes.view(code.dtype), "scales": scales}
+    if has_zeros:
+        arrays["zeros"] = stream.integers(0, 16, scales.shape).astype(code.dtype)
+    return form, arrays
+
+
+@pytest.mark.parametrize(
+    ("code", "has_zeros"), [(UINT4, False), (UINT4, True), (INT8, True), (E4M3, False), (FLOAT4, False)], ids=str
+)
+def test_a_product_is_that_of_the_decoded_matrix(code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_groups, "_TILE", 64 * 7)  # seven rows at a time, of which the last have been before
+    form, arrays = matrix_of(code, 30, 64, 16, has_zeros)
+    matrix = values(Matrix(form, arrays))
+    x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
+    y = jax.jit(lambda x, arrays: form.product(x, arrays, None))(x, arrays)
+    np.testing.assert_allclose(y, x @ matrix.T, rtol=2e-5, atol=2e-5)
+    # The same rows as five experts of six rows, of which the second has no tokens.
+    stack = {name: array.reshape(5, 2, 3, -1) for name, array in arrays.items()}
+    starts = np.array([0, 1, 1, 3, 4, 5], np.int32)
+    multiply = jax.jit(lambda x, stack, starts: form.grouped_product(x, Experts([stack]), starts))
+    expected = [matrix.reshape(5, 2, 3, 64)[expert] @ row for expert, row in zip([0, 2, 2, 3, 4], x, strict=True)]
+    np.testing.assert_allclose(multiply(x, stack, starts), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_of_experts", [False, True])
+def test_no_decoded_copy_of_a_matrix(is_of_experts: bool) -> None:
+    shape = (4, 2048, 2048) if is_of_experts else (4096, 2048)
+    form = ScaledGroups(UINT4, 32, "bfloat16")
+    decls = {"codes": (*shape[:-1], 1024), "scales": (*shape[:-1], 64)}
+    dtypes = {"codes": jnp.uint8, "scales": jnp.bfloat16}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in decls.items()}
+    x, starts = jax.ShapeDtypeStruct((8, 2048), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    if is_of_experts:
+        lowered = jax.jit(lambda x, a, starts: form.grouped_product(x, Experts([a]), starts)).lower(x, arrays, starts)
+    else:
+        lowered = jax.jit(lambda x, a: form.product(x, a, None)).lower(x, arrays)
+    memory = lowered.compile().memory_analysis()
+    # A matrix is 4 or 2 MiB stored. Decoded it would be 32 or 16 MiB, and a tile of it is 1.
+    assert memory is not None and memory.temp_size_in_bytes < 3 * 2**20
+
+
+def test_matrices_are_rounded_by_group() -> None:
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 96)), jnp.float32).at[0, 3].set(0)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for form, step in ((ScaledGroups(UINT4, 32, "bfloat16"), 0.5), (ScaledGroups(E4M3, None, "float32"), 16)):
+        arrays = form.keep(matrix, {"codes": place, "scales": place})
+        scales = np.asarray(arrays["scales"], np.float32)
+        assert scales.shape[-1] == (3 if form.group else 1)
+        # An integer is at most half a step away, and an FP8 number half of the largest distance of two.
+        away = np.abs(values(Matrix(form, arrays)) - np.asarray(matrix))
+        assert (away <= np.repeat(scales, 96 // scales.shape[-1], -1) * step * 1.001).all()
+        largest = np.abs(np.asarray(matrix)).reshape(*scales.shape, -1).max(-1)
+        np.testing.assert_allclose(scales, np.where(largest > 0, largest / form.code.largest, 1), rtol=2**-8)
+    with pytest.raises(NotImplementedError, match="no matrix is rounded to float4_e2m1fn: give the weights"):
+        ScaledGroups(FLOAT4, 32, "float8_e8m0fnu").keep(matrix, {"codes": place})
+    with pytest.raises(ValueError, match="uint4 needs matrices with an even number of inputs on each device"):
+        ScaledGroups(UINT4, 32, "bfloat16", shards=2).declare(ParamDecl((4, 6), (None, "ffn"), storage="matrix"))
+
+
+def test_loading_takes_the_stored_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded_files, "_MOST", 1 << 13)
+    monkeypatch.setattr(few_bits, "_MOST", 1 << 13)
+    settings, parts, _ = CASES["int4"]
+    fixture = resized(qwen(), {96: 16384}, intermediate_size=16384)
+    path = of_projections(tmp_path, fixture, settings, parts)
+    load(path)  # what is compiled and imported once
+    tracemalloc.start()
+    try:
+        params = load(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    stored = (path / "model.safetensors").stat().st_size
+    assert kept(params) == {"qkv", "o", "gate_up", "down"}
+    assert peak < 1.1 * stored
+
+
+def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
+    path, _ = fp8_checkpoint(tmp_path, qwen(), (16, 16))
+    config = checkpoint.read_config(path)
+    spec, encoding = model_spec(config), published_encoding(config)
+    assert encoding is not None
+    params = load(path)
+    forms = TILES.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
+    share = Share(Spread(spec), jnp.dtype("float32"), forms)
+    assert share.weight_bytes == sum(array.nbytes for array in jax.tree.leaves(params))
+    assert share.flops(7, 3) == Share(Spread(spec), jnp.dtype("float32")).flops(7, 3)
+    int4 = FewBitsForms(by_tile=True).named("int4_g32")
+    assert Share(Spread(spec), jnp.dtype("float32"), Forms(int4)).flops(7, 3) == share.flops(7, 3)
