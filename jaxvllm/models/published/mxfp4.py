@@ -45,11 +45,11 @@ class Mxfp4(Encoding):
             raise ValueError(f"{files.where(blocks)}: {blocks} has blocks of {BLOCK}, and the config {columns} inputs")
         packed = files.tensor(blocks, (*grid, BLOCK // 2), _BYTES).reshape((X, rows, columns // 2), copy=False)
         scales = files.tensor(f"{name}_scales", grid, _BYTES).view(_EXPONENTS)
-        return turned(scaled(unpacked(packed, _table()), by_group(stored(scales), (1, 1, BLOCK))))
+        return turned(scaled(unpacked(packed, fp4_pairs()), by_group(stored(scales), (1, 1, BLOCK))))
 
 
-def _table() -> np.ndarray:
-    """Returns the two numbers of each byte. The highest bit of a number is its sign."""
+def fp4_pairs() -> np.ndarray:
+    """Returns the two numbers e2m1 of each byte, f32[256, 2]. The highest of the four bits of a number is its sign."""
     numbers = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], np.float32)
     values = np.arange(256)
     return np.stack([numbers[values & 15], numbers[values >> 4]], axis=1)

@@ -1,5 +1,6 @@
 """Computes any part of a matrix from the parts of stored tensors that it needs, and from no others."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -41,6 +42,28 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
     return values
 
 
+def bit_fields(data: np.ndarray, bits: int) -> Part:
+    """Returns the unsigned integers of `bits` bits that u8[.., bytes] has in each row, lowest bits first, without gaps.
+
+    Bits of one integer may lie in two bytes. `bits` is at most 8.
+    """
+    size = math.lcm(8, bits) // 8  # so many bytes hold a whole number of integers
+    count = 8 * size // bits
+    shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)
+
+    def values(box: Box) -> np.ndarray:
+        (*start, first), (*shape, wanted) = box.start, box.shape
+        begin, end = first // count, -(-(first + wanted) // count)
+        part = data[Box((*start, begin * size), (*shape, (end - begin) * size)).index((0,) * data.ndim)]
+        parts = part.reshape(*shape, end - begin, size).astype(np.uint64)
+        whole = sum((parts[..., i] << np.uint64(8 * i) for i in range(1, size)), parts[..., 0])
+        found = ((whole[..., None] >> shifts) & np.uint64(2**bits - 1)).reshape(*shape, -1)
+        skipped = first - begin * count
+        return found[..., skipped : skipped + wanted].astype(np.float32)
+
+    return values
+
+
 def integers(bits: int, added: int = 0) -> np.ndarray:
     """Returns the table of bytes that hold integers of 2, 4 or 8 bits, to each of which `added` is added."""
     shifts = np.arange(0, 8, bits)
@@ -54,6 +77,17 @@ def turned(part: Part) -> Part:
         return (*sizes[:-2], sizes[-1], sizes[-2])
 
     return lambda box: part(Box(swapped(box.start), swapped(box.shape))).swapaxes(-1, -2)
+
+
+def in_rows(flat: Part, columns: int) -> Part:
+    """Returns the rows of `columns` numbers each that the only row of `flat` has one after another."""
+
+    def values(box: Box) -> np.ndarray:
+        (row, first), (rows, wanted) = box.start, box.shape
+        found = flat(Box((0, row * columns), (1, rows * columns))).reshape(rows, columns)
+        return np.ascontiguousarray(found[:, first : first + wanted])
+
+    return values
 
 
 def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> Part:
@@ -90,3 +124,14 @@ def scaled(values: Part, scales: Part, zeros: Part | None = None) -> Part:
         return found
 
     return product
+
+
+def added(values: Part, others: Part) -> Part:
+    """Returns values + others."""
+
+    def total(box: Box) -> np.ndarray:
+        found = values(box)  # a new array, which may be changed
+        found += others(box)
+        return found
+
+    return total
