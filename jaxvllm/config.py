@@ -47,7 +47,7 @@ Rank = Annotated[int, Range(0, 65535)]
 class EngineConfig:
     """The options of an engine. Options of vLLM keep their names and meanings. None lets the engine choose."""
 
-    model: str = "demo"  # a directory in Hugging Face format, a hub name, or "demo", the model that ships inside
+    model: str = "demo"  # a directory in Hugging Face format, a .gguf file, DIR:Q4_K_M, a hub name, or "demo", of ours
     tokenizer: str | None = None  # a directory or hub name; None: the model's
     hf_overrides: str = "{}"  # what replaces values of the model's config.json, as JSON: {"rope_theta": 1e6}
     generation_config: str = "auto"  # default sampling: auto: as the model says; vllm: neutral; or a directory

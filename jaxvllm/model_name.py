@@ -1,7 +1,9 @@
-"""The names of models: one that ships with us, a directory, or a name on the Hugging Face hub."""
+"""The names of models: one that ships with us, a directory, a GGUF file, or a name on the Hugging Face hub."""
 
 import re
 from pathlib import Path
+
+from jaxvllm.gguf_file import SUFFIX, is_gguf, is_later_part
 
 # The model that ships inside the package, and what drafts for it.
 ASSETS = Path(__file__).parent / "assets"
@@ -10,14 +12,17 @@ SHIPPED = ("demo", "demo-draft", "demo-eagle3", "demo-medusa")
 CONFIG = "config.json"
 # Only these files of a hub repository are downloaded.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-# A name on the hub begins with a letter or a digit, so that ./nope and ../nope are paths.
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+# A name on the hub begins with a letter or a digit, so that ./nope and ../nope are paths. The kind of one of several
+# GGUF files may follow, such as Q4_K_M.
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(:(?P<kind>[\w.-]+))?")
+_BESIDE = "mmproj"  # how names of files begin that have the vision tower of a model
 
 
 def local_directory(model: str) -> Path | None:
-    """Returns the directory of a model that is on this machine, or None for a name on the hub.
+    """Returns the directory or the GGUF file of a model that is on this machine, or None for a name on the hub.
 
-    Raises ValueError when `model` is neither, or is a directory without a config.json.
+    DIR:Q4_K_M is the GGUF file of that kind in a directory. Raises ValueError when `model` is none of these, or a
+    directory that has neither a config.json nor one GGUF file.
     """
     if model in SHIPPED:
         return ASSETS / model
@@ -26,21 +31,45 @@ def local_directory(model: str) -> Path | None:
     except RuntimeError as error:  # the ~ of a user who does not exist
         raise ValueError(f"model {model!r} is in nobody's home ({error}): give the directory without ~") from error
     if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise ValueError(f"{path} has no {CONFIG}: it must be a model in Hugging Face format")
+        return path if (path / CONFIG).is_file() else _gguf_in(path)
+    if is_gguf(path):
         return path
     if path.is_file():
-        raise ValueError(f"model {model!r} is a file: give the directory that holds {CONFIG}")
+        raise ValueError(f"model {model!r} is a file: give the directory that holds {CONFIG}, or a {SUFFIX} file")
+    start, _, kind = model.rpartition(":")
+    if start and (directory := Path(start).expanduser()).is_dir():
+        return _gguf_in(directory, kind)
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(
-            f"model {model!r} is not a directory, nor a hub name such as owner/name: correct it, or leave "
-            "it out for the embedded model"
+            f"model {model!r} is not a directory, nor a {SUFFIX} file, nor a hub name such as owner/name: correct it, "
+            "or leave it out for the embedded model"
         )
     return None
 
 
+def _gguf_in(directory: Path, kind: str | None = None) -> Path:
+    """Returns the GGUF file in a directory, of a kind such as Q4_K_M: the first of its files where a model is split."""
+    # Files of a large model may have a directory of their own.
+    everything = sorted(file for pattern in ("*", "*/*") for file in directory.glob(f"{pattern}{SUFFIX}"))
+    files = (file for file in everything if not file.name.startswith(_BESIDE))
+    found = [file for file in files if not is_later_part(file)]
+    if not found:
+        raise ValueError(
+            f"{directory} has no {CONFIG}: it must be a model in Hugging Face format, or in {SUFFIX} files"
+        )
+    of_kind = found
+    if kind is not None:
+        named = re.compile(rf"(^|[-._]){re.escape(kind)}($|[-.])", re.IGNORECASE)
+        of_kind = [file for file in found if named.search(file.stem)]
+    if len(of_kind) != 1:
+        names = ", ".join(str(file.relative_to(directory)) for file in found)
+        asked = f"one {SUFFIX} file" if kind is None else f"one {SUFFIX} file of the kind {kind}"
+        raise ValueError(f"{directory} must have {asked}, and has {names}: give one of these, or {directory}:KIND")
+    return of_kind[0]
+
+
 def resolve(model: str) -> Path:
-    """Returns the directory of a model: of one that ships with us, of a local directory, or of a Hugging Face hub name.
+    """Returns the directory or the GGUF file of a model: one that ships with us, a local one, or one of the hub.
 
     A hub repository that is not here yet is downloaded. Raises ValueError when `model` is none of these, or the
     download fails.
@@ -49,11 +78,16 @@ def resolve(model: str) -> Path:
         return directory
     from huggingface_hub import snapshot_download
 
+    match = _HUB_NAME.fullmatch(model)
+    assert match is not None, model
+    name, kind = match["name"], match["kind"]
+    patterns = HUB_FILES if kind is None else [f"*{kind.lower()}*{SUFFIX}", f"*{kind.upper()}*{SUFFIX}"]
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES)))
+        directory = Path(snapshot_download(name, allow_patterns=list(patterns)))
     # Anything may go wrong on a network, and each kind has its own exception.
     except Exception as error:
         raise ValueError(
             f"model {model!r} is not a directory, and could not be downloaded "
             f"({type(error).__name__}: {error}): give a local directory"
         ) from error
+    return directory if kind is None else _gguf_in(directory, kind)

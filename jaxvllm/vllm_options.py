@@ -61,7 +61,7 @@ type Option = Unneeded | Translated | Refused
 VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_inc": "fp8"},
-    "load_format": {"hf|safetensors|fastsafetensors|instanttensor|runai_streamer": "auto"},
+    "load_format": {"hf|safetensors|gguf|fastsafetensors|instanttensor|runai_streamer": "auto"},
     "attention_backend": {"[A-Z0-9_]+": "auto"},  # the names of vLLM's kernels
     "max_model_len": {"auto|-1": None},
     "quantization": {

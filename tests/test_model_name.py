@@ -17,6 +17,25 @@ def test_names_on_the_hub_and_directories(tmp_path: Path) -> None:
     assert local_directory(str(tmp_path)) == tmp_path
 
 
+def test_files_of_a_directory_are_chosen_by_their_kind(tmp_path: Path) -> None:
+    names = ("M-Q4_K_M.gguf", "M-UD-Q4_K_XL.gguf", "m.q8_0.gguf", "BF16/M-BF16-00001-of-00002.gguf")
+    for name in (*names, "BF16/M-BF16-00002-of-00002.gguf", "mmproj-M-BF16.gguf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"GGUF")
+    for kind, name in zip(("q4_k_m", "Q4_K_XL", "Q8_0", "bf16"), names, strict=True):
+        assert local_directory(f"{tmp_path}:{kind}") == tmp_path / name
+        assert local_directory(str(tmp_path / name)) == tmp_path / name
+    for model in (f"{tmp_path}:Q4_K", f"{tmp_path}:Q5_0", str(tmp_path)):
+        with pytest.raises(
+            ValueError, match=r"must have one .gguf file.*, and has .*M-Q4_K_M.gguf, .*give one of these"
+        ):
+            local_directory(model)
+    assert local_directory("owner/name:Q4_K_M") is None
+    for name in names[1:]:
+        (tmp_path / name).unlink()
+    assert local_directory(str(tmp_path)) == tmp_path / names[0]
+
+
 @pytest.mark.parametrize("name", ["./nope", "../nope/x", "nope", "/nope", "a/b/c", "~nobody-has-this-name/x", ""])
 def test_what_is_neither_is_told_by_a_server_that_does_not_listen(
     name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ from jaxvllm.cli.flags import add_flags, flag_of, given, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.cli.vllm_words import CONFIG_FLAG
 from jaxvllm.config import EngineConfig
+from jaxvllm.gguf_file import is_gguf
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.logs import set_up_logs
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
@@ -122,8 +123,9 @@ def _check_lists(args: argparse.Namespace) -> None:
 
 
 def _may_be_model(text: str) -> bool:
-    """Returns whether a text is a directory, or a name on the hub such as owner/name."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", text) is not None or Path(text).expanduser().is_dir()
+    """Returns whether a text is a directory, a GGUF file, or a name on the hub such as owner/name."""
+    path = Path(text).expanduser()
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", text) is not None or path.is_dir() or is_gguf(path)
 
 
 def _follow(engine: EngineConfig) -> int:

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxvllm.gguf_file import GgufFile, is_gguf
 from jaxvllm.models import orbax_tree
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import find_family, model_spec
@@ -25,6 +26,7 @@ from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
 from jaxvllm.models.published import without_encoding
+from jaxvllm.models.published.gguf_config import gguf_config
 from jaxvllm.models.safetensors_files import INDEX
 from jaxvllm.models.shards import Parts, assemble, joined, read_shards, read_stored, sharding_on
 from jaxvllm.models.spec import ModelSpec
@@ -35,25 +37,42 @@ from sharding.placement import mesh_of, stage_meshes
 
 LoadFormat = Literal["auto", "dummy"]
 CONFIG = "config.json"
+MODELOPT = "hf_quant_config.json"
 # The files of a converted model beside its weights: configs, tokenizers in every format, chat templates.
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads the config.json of a model's directory. Raises ValueError when it is missing or not a JSON object."""
+    """Reads the config.json of a model's directory, or makes that of a GGUF file.
+
+    Raises ValueError when it is missing or not a JSON object, or when the GGUF file is damaged.
+    """
+    if is_gguf(path):
+        return gguf_config(GgufFile.open(path))
     file = path / CONFIG
     if not path.is_dir():
         raise ValueError(f"model directory {path} does not exist")
     if not file.is_file():
         raise ValueError(f"{path} has no config.json: it must be a model in Hugging Face format")
+    config = _read_object(file)
+    # Older checkpoints of ModelOpt state their encoding in a file of its own.
+    if (beside := path / MODELOPT).is_file() and "quantization_config" not in config:
+        stated = _read_object(beside).get("quantization")
+        if not isinstance(stated, dict):
+            raise ValueError(f"{beside} must have an object named quantization")
+        config["quantization_config"] = {"quant_method": "modelopt"} | stated
+    return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object")
-    return config
+    return value
 
 
 def stated_dtype(config: Mapping[str, Any]) -> Any:
@@ -146,6 +165,8 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     of it at a time. Raises ValueError when `output` has anything in it, or when the model cannot be read; both are
     found before any weight is read.
     """
+    if is_gguf(model):
+        raise ValueError(f"{model} is a GGUF file: convert takes a directory, whose tokenizer it copies, too")
     config = read_config(model)
     spec = model_spec(config)
     companions = _companions(model)
@@ -170,7 +191,7 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
 def _companions(model: Path) -> list[Path]:
     """Returns the files that are copied unchanged."""
     found = {file for pattern in COPIED for file in model.glob(pattern) if file.is_file()}
-    return sorted(found - {model / CONFIG, model / INDEX})
+    return sorted(found - {model / CONFIG, model / INDEX, model / MODELOPT})
 
 
 def _check_empty(output: Path, written: set[str]) -> None:

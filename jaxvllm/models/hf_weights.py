@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxvllm.gguf_file import GgufFile, is_gguf
 from jaxvllm.models.families import find_family
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.forms.few_bits import Elements
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.published.encoded_files import EncodedFiles
+from jaxvllm.models.published.gguf_tensors import GgufTensors
 from jaxvllm.models.published.stored_codes import StoredCodes
 from jaxvllm.models.safetensors_files import open_weights
 from jaxvllm.models.spec import ModelSpec
@@ -43,10 +45,12 @@ class StoredWeights:
 
     @classmethod
     def open(cls, directory: Path, config: Mapping[str, Any], spec: ModelSpec) -> "StoredWeights":
-        """Opens the weights of a directory, in the encoding that `config` tells, and checks every tensor.
+        """Opens the weights of a directory, in the encoding that `config` tells, or of a GGUF file. Checks all tensors.
 
         Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
         """
+        if is_gguf(directory):
+            return cls.of(GgufTensors.of(GgufFile.open(directory)), find_family(config), spec)
         files, encoding = open_weights(directory), published_encoding(config)
         tensors: Tensors = files if encoding is None else EncodedFiles.of(files, encoding)
         return cls.of(tensors, find_family(config), spec)

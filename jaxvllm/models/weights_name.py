@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from jaxvllm.gguf_file import is_gguf, split_files
 from jaxvllm.models.orbax_tree import TREE
 
 # Files are read in pieces of so many bytes, which threads may hash beside each other.
@@ -13,7 +14,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 def weight_files(directory: Path) -> Iterator[Path]:
-    """Yields all files of weights of a model or of a head: safetensors, an orbax tree, and what torch has pickled."""
+    """Yields all files of weights of a model or a head: safetensors, GGUF, an orbax tree, and what torch pickled."""
+    if is_gguf(directory):
+        yield from split_files(directory)
+        return
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         yield from sorted(directory.glob(pattern))
     yield from sorted(path for path in (directory / TREE).rglob("*") if path.is_file())
@@ -25,9 +29,12 @@ def weights_name(directory: Path, files: Iterable[Path], file_digest: Callable[[
     Every byte counts, through `file_digest`, and the directory does not: copies of a model on two machines have one
     name.
     """
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    if is_gguf(directory):  # its files have the config, too
+        digest, root = hashlib.sha256(), directory.parent
+    else:
+        digest, root = hashlib.sha256((directory / "config.json").read_bytes()), directory
     for file in files:
-        digest.update(f"{file.relative_to(directory)}".encode() + b"\0" + file_digest(file))
+        digest.update(f"{file.relative_to(root)}".encode() + b"\0" + file_digest(file))
     return digest.hexdigest()[:32]
 
 

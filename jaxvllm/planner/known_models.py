@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxvllm.gguf_file import is_gguf
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
 
@@ -20,7 +21,7 @@ _KINDS = {"base", "instruct", "it", "pt", "chat", "hf", "meta"}
 
 
 def find_config(model: str) -> tuple[str, dict[str, Any]]:
-    """Returns the full name and the config.json of `model`: a directory, a config.json, "demo", or a known name.
+    """Returns the full name and the config.json of `model`: a directory, a config.json or GGUF file, or a known name.
 
     Names match in any case, with or without their owner, and as tuned versions: "llama-3.1-8b-instruct". Nothing is
     downloaded. Raises ValueError with the nearest known names when `model` is none of these.
@@ -29,7 +30,7 @@ def find_config(model: str) -> tuple[str, dict[str, Any]]:
         path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     except RuntimeError as error:
         raise ValueError(f"model {model!r} begins with a home that is not here: give the whole path") from error
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return model, checkpoint.read_config(path)
     if path.is_file():
         return model, checkpoint.read_config(path.parent) if path.name == "config.json" else _read(path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from jaxvllm.gguf_file import is_gguf
 from jaxvllm.text.chat_template import DEFAULT, ChatTemplate
 from jaxvllm.text.detokenizer import (
     ByteLevelDetokenizer,
@@ -17,6 +18,7 @@ from jaxvllm.text.detokenizer import (
     WindowDetokenizer,
 )
 from jaxvllm.text.generation_config import eos_token_ids, read_json_object
+from jaxvllm.text.gguf_vocabulary import GgufVocabulary
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Settings in tokenizer_config.json that are paths on the computer that wrote it.
@@ -38,8 +40,10 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Reads a Hugging Face checkpoint directory: tokenizer.json and the small files beside it."""
+        """Reads a Hugging Face checkpoint directory, tokenizer.json and the small files beside it, or a GGUF file."""
         directory = Path(path)
+        if is_gguf(directory):
+            return cls._from_gguf(directory)
         config = read_json_object(directory / "tokenizer_config.json")
         backend = _backend(directory)
         special = _special_tokens(config, read_json_object(directory / "special_tokens_map.json"))
@@ -54,6 +58,18 @@ class Tokenizer:
             info=settings | dict.fromkeys(SPECIAL_TOKENS) | special | {"chat_template": sources.get(DEFAULT)},
         )
 
+    @classmethod
+    def _from_gguf(cls, path: Path) -> "Tokenizer":
+        found = GgufVocabulary.read(path)
+        special, sources = dict(found.special), found.templates
+        return cls(
+            backend=found.backend(),
+            chat_template=ChatTemplate(sources, special),
+            bos_token_id=found.bos,
+            eos_token_ids=found.ends,
+            info=dict.fromkeys(SPECIAL_TOKENS) | special | {"chat_template": sources.get(DEFAULT)},
+        )
+
     def with_chat_template(self, source: str) -> "Tokenizer":
         """Returns the same tokenizer with another chat template."""
         return replace(
@@ -62,8 +78,8 @@ class Tokenizer:
 
     @staticmethod
     def exists_in(directory: Path) -> bool:
-        """Returns whether the directory has a tokenizer in any of the usual formats."""
-        return any((directory / name).is_file() for name in VOCABULARY_FILES)
+        """Returns whether the directory has a tokenizer in any of the usual formats. A GGUF file has one."""
+        return is_gguf(directory) or any((directory / name).is_file() for name in VOCABULARY_FILES)
 
     @property
     def eos_token_id(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantized, each encoding in one file. Matrices are decoded while they are read.
+"""Checkpoints that are published quantized, each encoding in one file. Forms keep what is stored, or it is decoded.
 
 A new encoding is one file beside this one, and a line in `METHODS`. Families and the loader know no encoding.
 """
@@ -8,37 +8,60 @@ from typing import Any
 
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.awq import Awq
+from jaxvllm.models.published.bitsandbytes import BitsAndBytes
 from jaxvllm.models.published.compressed_tensors import CompressedTensors
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.fp8 import Fp8
 from jaxvllm.models.published.gptq import Gptq
+from jaxvllm.models.published.mlx import Mlx
+from jaxvllm.models.published.modelopt import ModelOpt
 from jaxvllm.models.published.mxfp4 import Mxfp4
 
 # By the quant_method that config.json states.
 METHODS: Mapping[str, Callable[[HfConfig], Encoding]] = {
     "fp8": Fp8.read,
-    "modelopt": Fp8.read_modelopt,
+    "modelopt": ModelOpt.read,
+    "modelopt_fp4": ModelOpt.read,
     "mxfp4": Mxfp4.read,
     "compressed-tensors": CompressedTensors.read,
     "awq": Awq.read,
     "gptq": Gptq.read,
+    "bitsandbytes": BitsAndBytes.read,
+    "mlx": Mlx.read,
 }
 _KEY, _NESTED = "quantization_config", "text_config"
+_OF_MLX = "quantization"  # mlx-lm writes it in both places, and states no quant_method
 
 
 def published_encoding(config: Mapping[str, Any]) -> Encoding | None:
     """Returns the encoding that a config.json states, or None. Raises ValueError that names one that is not known."""
     inner = config.get(_NESTED)
-    settings = config.get(_KEY) or (inner.get(_KEY) if isinstance(inner, dict) else None)
+    places = (config, inner if isinstance(inner, dict) else {})
+    settings = next((place[key] for place in places for key in (_KEY, _OF_MLX) if place.get(key)), None)
     if not settings:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    method = _method(settings) if isinstance(settings, dict) else None
+    if method == "torchao":
+        raise ValueError(
+            f"config {_KEY} with quant_method 'torchao' is not supported: its checkpoints are pickles, which can run "
+            "code and are never opened, or a prototype. Take a checkpoint of the same model in bfloat16"
+        )
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"config {_KEY} with quant_method {method!r} is not supported: supported are {', '.join(METHODS)}. Take a "
             "checkpoint of the same model in one of these, or in bfloat16"
         )
     return METHODS[method](HfConfig(settings))
+
+
+def _method(settings: Mapping[str, Any]) -> Any:
+    """Returns the quant_method, which MLX never states, nor did bitsandbytes in old checkpoints."""
+    if "quant_method" not in settings:
+        if "group_size" in settings and "bits" in settings:
+            return "mlx"
+        if "load_in_4bit" in settings or "load_in_8bit" in settings:
+            return "bitsandbytes"
+    return settings.get("quant_method")
 
 
 def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,4 +72,4 @@ def without_encoding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != _KEY}
+    return {key: value for key, value in config.items() if key not in (_KEY, _OF_MLX)}

@@ -1,4 +1,4 @@
-"""compressed-tensors: FP8, int8 and packed integers, with scales for a matrix, rows, groups of a row or blocks."""
+"""compressed-tensors: FP8, int8, packed integers and NVFP4, with scales for a matrix, rows, groups or blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,26 @@ from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
 from jaxvllm.models.published.fp8 import block_size
+from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4, nvfp4_part
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
 
-FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "mixed-precision", "dense")
+FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
 PACKED_BITS = (4, 8)
 _BYTES: Mapping[str, np.dtype] = {"I8": np.dtype(np.int8)}
 
 
 @dataclass(frozen=True)
 class CompressedTensors(Encoding):
-    """A matrix is one tensor of bytes, or integers packed in words, with scales and perhaps zeros beside it.
+    """A matrix is one tensor of bytes, or numbers packed in words or bytes, with scales and perhaps zeros beside it.
 
     The config says in its targets and in `ignore` how each layer is stored. The shapes of the tensors say that as well.
 
@@ -59,8 +68,9 @@ class CompressedTensors(Encoding):
 
     @property
     def ends(self) -> Mapping[str, str]:
-        others = ("packed", "scale", "zero_point", "shape", "g_idx")
-        return {f".weight_{other}": ".weight" for other in others} | {".input_scale": ".weight"}
+        others = ("packed", "scale", "zero_point", "shape", "g_idx", "global_scale")
+        of_inputs = (".input_scale", ".input_global_scale")
+        return {f".weight_{other}": ".weight" for other in others} | dict.fromkeys(of_inputs, ".weight")
 
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
         if len(shape) != 2:
@@ -77,13 +87,15 @@ class CompressedTensors(Encoding):
         return scaled(stored(files.tensor(name, shape, {**FP8, **_BYTES})), scales, zeros)
 
     def _packed(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part:
-        """Returns the values of a matrix of integers u, which are packed in words along a row, the lowest bits first.
+        """Returns the values of a matrix in NVFP4, or of integers u packed in words along a row, lowest bits first.
 
-        They stand for (u - z) * scale, where z is the middle or is packed likewise, along the columns.
+        Integers stand for (u - z) * scale, where z is the middle or is packed likewise, along the columns.
         """
         rows, columns = shape
         packed, zero_point, order = f"{name}_packed", f"{name}_zero_point", f"{name}_g_idx"
         header = files.header(packed)
+        if header and header.dtype in BYTES:
+            return nvfp4_part(files, packed, f"{name}_scale", f"{name}_global_scale", (rows, columns), divides=True)
         widths: dict[tuple[int, ...], int] = {(rows, -(-columns * bits // 32)): bits for bits in PACKED_BITS}
         bits = widths.get(header.shape, PACKED_BITS[0]) if header else PACKED_BITS[0]
         words = files.tensor(packed, (rows, -(-columns * bits // 32)), WORDS)
@@ -103,6 +115,8 @@ def _way(weights: HfConfig) -> StoredAs:
     block = block_size(weights, "block_structure")
     size = weights.optional_integer("group_size", least=-1) if block is None else block[1]
     is_float = weights.values.get("type") == "float"
+    if is_float and weights.values.get("num_bits") == 4:
+        return STORED_NVFP4
     code = E4M3 if is_float else UINT4 if weights.values.get("num_bits") == 4 else INT8
     has_zeros = weights.values.get("symmetric") is False
     return StoredAs(code, size if size is not None and size > 0 else None, "bfloat16", has_zeros)
@@ -117,7 +131,8 @@ def _weights(group: Any) -> HfConfig:
         HfConfig(group).choice("format", "dense", FORMATS)
     settings = HfConfig(weights)
     kind = settings.choice("type", "int", ("int", "float"))
-    known = PACKED_BITS if kind == "int" else (8,)
+    # Floating-point numbers of four bits in other groups (MXFP4) are not known.
+    known = PACKED_BITS if kind == "int" else (4, 8) if weights.get("group_size") == GROUP else (8,)
     if settings.integer("num_bits", 8) not in known:
         raise ValueError(f"config num_bits of type {kind} must be {' or '.join(map(str, known))}, not {weights!r}")
     return settings

@@ -1,4 +1,4 @@
-"""FP8: a matrix of floating-point numbers of eight bits, with scales for its parts (DeepSeek, Qwen, ModelOpt)."""
+"""FP8: a matrix of floating-point numbers of eight bits, with scales for its parts (DeepSeek, Qwen)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +29,6 @@ class Fp8(Encoding):
         Scales of activations are passed over, because activations are not quantized.
         """
         return cls(block_size(settings, "weight_block_size"))
-
-    @classmethod
-    def read_modelopt(cls, settings: HfConfig) -> Self:
-        """Reads a quantization_config of ModelOpt. Raises ValueError for another algorithm than FP8."""
-        settings.choice("quant_algo", "none", ("FP8",))
-        return cls(None)
 
     def usual(self, storage: Storage) -> StoredAs | None:
         return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")

@@ -50,10 +50,10 @@ class Mxfp4(Encoding):
             raise ValueError(f"{files.where(blocks)}: {blocks} has blocks of {BLOCK}, and the config {columns} inputs")
         packed = files.tensor(blocks, (*grid, BLOCK // 2), _BYTES).reshape((X, rows, columns // 2), copy=False)
         scales = files.tensor(f"{name}_scales", grid, _BYTES).view(_EXPONENTS)
-        return scaled(turned(unpacked(packed, _table())), by_group(turned(stored(scales)), (1, BLOCK, 1)))
+        return scaled(turned(unpacked(packed, fp4_pairs())), by_group(turned(stored(scales)), (1, BLOCK, 1)))
 
 
-def _table() -> np.ndarray:
-    """Returns the two numbers of each byte. The highest bit of a number is its sign."""
+def fp4_pairs() -> np.ndarray:
+    """Returns the two numbers e2m1 of each byte, f32[256, 2]. The highest of the four bits of a number is its sign."""
     values = np.arange(256)
     return FLOAT4.table[np.stack([values & 15, values >> 4], axis=1)]

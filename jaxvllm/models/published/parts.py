@@ -3,6 +3,7 @@
 Where a part is made of codes of few bits and of scales by group, it says so: forms keep these as they are.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -107,12 +108,12 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
     order: the place in a word of each of its elements, if it is another one
     """
     bits = 8 // table.shape[1]
-    first = int(table[0, 0])
+    first = float(table[0, 0])
     bytes_ = np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1
-    if np.array_equal(table, integers(bits, first)):
+    if first.is_integer() and np.array_equal(table, integers(bits, int(first))):
         if bits == 8:
-            return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), first + 128)
-        return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), first)
+            return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), int(first) + 128)
+        return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), int(first))
     if bits == 4 and np.array_equal(table, FLOAT4.table[bytes_]):
         return Codes(FLOAT4, _elements(words, bytes_.astype(np.uint8), order))
     return _elements(words, table, order)
@@ -131,6 +132,28 @@ def _elements(words: np.ndarray, table: np.ndarray, order: Sequence[int]) -> Par
             found = found[..., order]
         skipped = first - begin * count
         return found.reshape(*shape, -1)[..., skipped : skipped + wanted]
+
+    return values
+
+
+def bit_fields(data: np.ndarray, bits: int) -> Part:
+    """Returns the unsigned integers of `bits` bits that u8[.., bytes] has in each row, lowest bits first, without gaps.
+
+    Bits of one integer may lie in two bytes. `bits` is at most 8.
+    """
+    size = math.lcm(8, bits) // 8  # so many bytes hold a whole number of integers
+    count = 8 * size // bits
+    shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)
+
+    def values(box: Box) -> np.ndarray:
+        (*start, first), (*shape, wanted) = box.start, box.shape
+        begin, end = first // count, -(-(first + wanted) // count)
+        part = data[Box((*start, begin * size), (*shape, (end - begin) * size)).index((0,) * data.ndim)]
+        parts = part.reshape(*shape, end - begin, size).astype(np.uint64)
+        whole = sum((parts[..., i] << np.uint64(8 * i) for i in range(1, size)), parts[..., 0])
+        found = ((whole[..., None] >> shifts) & np.uint64(2**bits - 1)).reshape(*shape, -1)
+        skipped = first - begin * count
+        return found[..., skipped : skipped + wanted].astype(np.float32)
 
     return values
 
@@ -154,6 +177,17 @@ def turned(part: Part) -> Part:
     return lambda box: part(Box(swapped(box.start), swapped(box.shape))).swapaxes(-1, -2)
 
 
+def in_rows(flat: Part, columns: int) -> Part:
+    """Returns the rows of `columns` numbers each that the only row of `flat` has one after another."""
+
+    def values(box: Box) -> np.ndarray:
+        (row, first), (rows, wanted) = box.start, box.shape
+        found = flat(Box((0, row * columns), (1, rows * columns))).reshape(rows, columns)
+        return np.ascontiguousarray(found[:, first : first + wanted])
+
+    return values
+
+
 def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> ByGroup:
     """Returns the value of the group of each element, for groups as `ByGroup` has them."""
     return ByGroup(part, tuple(groups))
@@ -164,6 +198,17 @@ def scaled(values: Part, scales: Part, zeros: Part | None = None) -> Part:
     if isinstance(values, Codes) and isinstance(scales, ByGroup) and (zeros is None or isinstance(zeros, ByGroup)):
         return ScaledCodes(values, scales, zeros)
     return lambda box: _scaled(values, scales, zeros, box)
+
+
+def added(values: Part, others: Part) -> Part:
+    """Returns values + others."""
+
+    def total(box: Box) -> np.ndarray:
+        found = values(box)  # a new array, which may be changed
+        found += others(box)
+        return found
+
+    return total
 
 
 def _scaled(values: Part, scales: Part, zeros: Part | None, box: Box) -> np.ndarray:

@@ -139,10 +139,15 @@ def test_the_config_of_a_decoder_within_another_model_may_state_the_encoding() -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported: supported are fp8, modelopt,"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported: supported are fp8, modelopt,"),
+        ({"quant_method": "torchao"}, "'torchao' is not supported: its checkpoints are pickles, which can run code"),
         ({"bits": 4}, "quant_method None is not supported"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be one of FP8, not 'NVFP4'"),
-        (compressed("nvfp4-pack-quantized"), "format must be one of float-quantized.*not 'nvfp4-pack-quantized'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be one of FP8, NVFP4, .*'W4A8_AWQ'"),
+        (compressed("mxfp4-pack-quantized"), "format must be one of float-quantized.*not 'mxfp4-pack-quantized'"),
+        ({"quant_method": "bitsandbytes"}, "must state load_in_4bit or load_in_8bit"),
+        ({"bits": 7, "group_size": 64}, "bits of MLX must be one of 2, 3, 4, 5, 6, 8, not 7"),
+        ({"bits": 4, "group_size": 16}, "group_size of MLX must be one of 32, 64, 128, not 16"),
+        ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "mode must be one of affine, not 'mxfp4'"),
         (compressed("pack-quantized", num_bits=3, type="int"), "num_bits of type int must be 4 or 8"),
         (compressed("float-quantized", num_bits=4, type="float"), "num_bits of type float must be 8"),
         (compressed("int-quantized") | {"transform_config": {"config_groups": {}}}, "transform_config = .* changes"),

@@ -24,6 +24,7 @@ NAMES = {
     "int8": "I8",
     "uint8": "U8",
     "int32": "I32",
+    "uint32": "U32",
     "int64": "I64",
 }
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

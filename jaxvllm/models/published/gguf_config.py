@@ -1,0 +1,125 @@
+"""Makes the config.json that a GGUF file would have, of its metadata and the shapes of its tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxvllm.gguf_file import GgufFile
+from jaxvllm.models.published.gguf_architectures import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
+from jaxvllm.models.published.gguf_tensors import BlockType, values_of
+from jaxvllm.models.tiling import Box
+
+_KEYS: Mapping[str, str] = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+# What none of the architectures computes. `rope.scale_linear` is what the oldest files have for a scaling.
+_REFUSED = (
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "embedding_scale",
+    "logit_scale",
+    "residual_scale",
+    "rope.scale_linear",
+)
+# What `general.file_type` says of the dtype in which the model was published. Quantized files say nothing.
+_DTYPES: Mapping[Any, str] = {0: "float32", 1: "float16"}
+_SCALINGS = ("none", "linear", "yarn", "longrope")
+_MOST_FACTORS = 1024  # of a rope: half the size of a head
+_KNOWN_SCALING = (
+    "type",
+    "factor",
+    "attn_factor",
+    "original_context_length",
+    "finetuned",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """Returns the config of a model, in Hugging Face's words.
+
+    Raises ValueError that names the file, and an architecture or a key that is not known or missing.
+    """
+    name, architecture = architecture_of(file)
+    start = f"{name}."
+    values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
+    for key in (*_KEYS, *architecture.needs):
+        value = values.get(key)
+        if type(value) not in (int, float):
+            raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
+    for key in _REFUSED:
+        if values.get(key):
+            raise ValueError(
+                f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
+            )
+    heads = values["attention.head_count"]
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or heads < 1:
+        raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
+    head_size = values.get("attention.key_length", values["embedding_length"] // heads)
+    if values.get("attention.value_length", head_size) != head_size:
+        raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
+    return {
+        "architectures": [architecture.family],
+        **{ours: values[key] for key, ours in _KEYS.items()},
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "rope_theta": values.get("rope.freq_base", 10_000.0),
+        "rope_parameters": _rope(file, start, values, head_size),
+        "dtype": _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16"),
+        **architecture.own_keys(values),
+    }
+
+
+def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
+    """Returns the rope parameters. Factors of frequencies are LongRoPE's, of which Llama 3.1's scaling is a case."""
+    scaling = {key.removeprefix("rope.scaling."): value for key, value in values.items() if "rope.scaling." in key}
+    kind = scaling.get("type", "none")
+    unknown = [key for key in scaling if key not in _KNOWN_SCALING]
+    if kind not in _SCALINGS or unknown:
+        raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known types are {', '.join(_SCALINGS)}")
+    parameters: dict[str, Any] = {"rope_type": "default"}
+    if kind in ("linear", "yarn"):
+        parameters = {"rope_type": kind, "factor": scaling.get("factor")}
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = scaling.get("original_context_length")
+        parameters |= {key: scaling.get(f"yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    if ROPE_FACTORS in file.tensors:
+        factors = _numbers(file, ROPE_FACTORS)
+        parameters = {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
+    if LONG_FACTORS in file.tensors:
+        parameters = {"rope_type": "longrope", "attention_factor": scaling.get("attn_factor")}
+        for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+            parameters[key] = _numbers(file, name)
+    if (turned := values.get("rope.dimension_count", head_size)) != head_size:
+        parameters["partial_rotary_factor"] = turned / head_size
+    return {key: value for key, value in parameters.items() if value is not None}
+
+
+def _numbers(file: GgufFile, name: str) -> list[float]:
+    """Returns the few numbers of a tensor."""
+    tensor = file.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
+        found = "none" if tensor is None else tensor.shape
+        raise ValueError(f"{file.path} must have a tensor {name} of at most {_MOST_FACTORS} numbers, and has {found}")
+    where = f"{tensor.path}: tensor {name}"
+    mapped = np.memmap(tensor.path, np.uint8, "r").view(np.ndarray)
+    part = values_of(tensor, where, BlockType.of(tensor.kind, where), mapped)
+    return [float(value) for value in part(Box.whole(tensor.shape))]

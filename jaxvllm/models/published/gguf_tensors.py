@@ -1,0 +1,208 @@
+"""`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read.
+
+The package `gguf` decodes blocks of quantized numbers. It is imported only where a file has such.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxvllm.gguf_file import GgufFile, GgufTensor
+from jaxvllm.models.published.encoded_files import decoded
+from jaxvllm.models.published.gguf_architectures import (
+    LONG_FACTORS,
+    OUTSIDE,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
+from jaxvllm.models.published.parts import Part, added, by_group, stored
+from jaxvllm.models.tiling import Box, Fill
+from jaxvllm.models.weight_names import Source
+from pallas_kernels.extras import install_command
+
+# The types that are not quantized, by their numbers in ggml.
+_PLAIN: Mapping[int, np.dtype] = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
+_MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of ggml, whose rows are blocks of `count` numbers in `size` bytes each."""
+
+    count: int
+    size: int
+    decode: Callable[[np.ndarray], np.ndarray]  # makes f32[rows, numbers] of u8[rows, bytes], a new array
+
+    @classmethod
+    def of(cls, kind: int, where: str) -> "BlockType":
+        """Returns the type of that number. Raises ValueError if it is not known, or has no weights."""
+        if kind in _PLAIN:
+            dtype = _PLAIN[kind]
+            return cls(1, dtype.itemsize, lambda data: data.view(dtype).astype(np.float32))
+        gguf = _gguf(where)
+        try:
+            own = gguf.GGMLQuantizationType(kind)
+            count, size = gguf.GGML_QUANT_SIZES[own]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{where} has the type {kind} of ggml, which the package gguf does not know") from error
+
+        def decode(data: np.ndarray) -> np.ndarray:
+            with np.errstate(all="ignore"):  # a scale in half precision may be infinite, if a file says so
+                values: np.ndarray = gguf.quants.dequantize(data, own)
+            return values
+
+        try:
+            decode(np.zeros((1, size), np.uint8))
+        except NotImplementedError as error:
+            raise ValueError(f"{where} has the type {own.name}, in which no weights are published: {error}") from error
+        return cls(count, size, decode)
+
+
+@dataclass(frozen=True)
+class _StoredMatrix:
+    """A tensor of the file, or one matrix of such a tensor, if it is a stack."""
+
+    name: str
+    number: int | None = None  # in the stack
+
+
+@dataclass(frozen=True)
+class GgufTensors:
+    """The tensors of a file, by the names of a Hugging Face checkpoint."""
+
+    file: GgufFile
+    places: Mapping[str, _StoredMatrix]
+    heads: Mapping[str, int]  # how many a tensor has whose rows are stored for a rope that turns neighbours
+    norm_offset: float
+    types: Mapping[int, BlockType]
+    mapped: Mapping[Path, np.ndarray]  # u8[bytes of the file]
+
+    @classmethod
+    def of(cls, file: GgufFile) -> "GgufTensors":
+        """Names all tensors. Raises ValueError for an architecture or a type that is not known."""
+        name, architecture = architecture_of(file)
+        places: dict[str, _StoredMatrix] = {}
+        for stored_name, tensor in file.tensors.items():
+            if stored_name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+                own = _hf_name(stored_name, architecture.tensors)
+                if "*" not in own:
+                    places[own] = _StoredMatrix(stored_name)
+                    continue
+                for number in range(_stack_size(file, stored_name, tensor, name)):
+                    places[own.replace("*", str(number))] = _StoredMatrix(stored_name, number)
+        heads = {}
+        if architecture.has_turned_heads:
+            queries = file.metadata.get(f"{name}.attention.head_count")
+            keys = file.metadata.get(f"{name}.attention.head_count_kv", queries)
+            heads = {"self_attn.q_proj": queries, "self_attn.k_proj": keys}
+        types: dict[int, BlockType] = {}
+        for stored_name, tensor in file.tensors.items():
+            if tensor.kind not in types:
+                types[tensor.kind] = BlockType.of(tensor.kind, f"{tensor.path}: tensor {stored_name}")
+        paths = {tensor.path for tensor in file.tensors.values()}
+        mapped = {path: np.memmap(path, np.uint8, "r").view(np.ndarray) for path in paths}
+        return cls(file, places, heads, architecture.norm_offset, types, mapped)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.places)
+
+    def where(self, name: str) -> str:
+        """Returns the file of a tensor, and its name there."""
+        stored_name = self.places[name].name
+        return f"{self.file.tensors[stored_name].path}: tensor {stored_name}"
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
+        self._part(name, shape)
+
+    def fill(self, source: Source) -> Fill:
+        """Returns the function that fills a part of our array. Raises ValueError as `check` does."""
+        return decoded(self._part(source.name, source.shape), source)
+
+    def _part(self, name: str, shape: tuple[int, ...]) -> Part:
+        if name not in self.places:
+            raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
+        place = self.places[name]
+        tensor = self.file.tensors[place.name]
+        found = tensor.shape if place.number is None else tensor.shape[1:]
+        if found != shape:
+            raise ValueError(f"{self.where(name)} has shape {found}, and the metadata make it {shape}")
+        part = values_of(tensor, self.where(name), self.types[tensor.kind], self.mapped[tensor.path], place.number)
+        module, _, kind = name.rpartition(".")
+        if self.norm_offset and module.endswith("norm") and kind == "weight":
+            return added(part, by_group(stored(np.full((1,), -self.norm_offset, np.float32)), shape))
+        count = next((count for end, count in self.heads.items() if module.endswith(end)), None)
+        if count is None:
+            return part
+        if shape[0] % (2 * count):
+            raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {count} heads of an even size")
+        return by_group(part, (_halves(shape[0], count), *(1 for _ in shape[1:])))
+
+
+def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarray, number: int | None = None) -> Part:
+    """Returns the values of a tensor in a mapped file, or of one matrix of a stack. They are read later.
+
+    Raises ValueError that begins with `where` if the tensor's rows are no blocks, or it goes beyond the file's end.
+    """
+    *rest, columns = tensor.shape
+    if columns % kind.count:
+        raise ValueError(f"{where} has rows of {columns} numbers, and its type has blocks of {kind.count}")
+    row_bytes = columns // kind.count * kind.size
+    size, left = math.prod(rest) * row_bytes, len(mapped) - tensor.offset
+    if not 0 < size <= left:
+        raise ValueError(f"{where} has {size} bytes, of which {max(left, 0)} are there: download it again")
+    shape = rest if number is None else rest[1:]
+    start = tensor.offset + (number or 0) * math.prod(shape) * row_bytes
+    data = mapped[start : start + math.prod(shape) * row_bytes].reshape(-1, row_bytes)
+
+    def values(box: Box) -> np.ndarray:
+        (row, first), (rows, wanted) = box.start, box.shape
+        begin, end = first // kind.count, -(-(first + wanted) // kind.count)
+        found = kind.decode(np.ascontiguousarray(data[row : row + rows, begin * kind.size : end * kind.size]))
+        skipped = first - begin * kind.count
+        return np.ascontiguousarray(found[:, skipped : skipped + wanted])
+
+    return values if shape else lambda box: values(Box((0, *box.start), (1, *box.shape)))[0]
+
+
+def _halves(rows: int, num_heads: int) -> np.ndarray:
+    """Returns the stored row of each row of a matrix whose heads are stored with their halves in turns."""
+    numbers = np.arange(rows).reshape(num_heads, -1, 2)  # the stored rows: of each pair, one is of either half
+    return numbers.swapaxes(1, 2).reshape(-1)
+
+
+def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
+    """Returns the name in a Hugging Face checkpoint, or the same name if the architecture has no such tensor."""
+    body, _, kind = name.rpartition(".")
+    if body in OUTSIDE:
+        return f"{OUTSIDE[body]}.{kind}"
+    start, _, rest = body.partition(".")
+    number, _, own = rest.partition(".")
+    if start == "blk" and number.isdecimal() and own in tensors:
+        return f"model.layers.{number}.{tensors[own]}.{kind}"
+    return name
+
+
+def _stack_size(file: GgufFile, name: str, tensor: GgufTensor, architecture: str) -> int:
+    """Returns how many matrices a stack has, which the metadata say too: a file may state any shape."""
+    count = file.metadata.get(f"{architecture}.expert_count")
+    if len(tensor.shape) != 3 or tensor.shape[0] != count or tensor.shape[0] > _MOST_EXPERTS:
+        raise ValueError(f"{tensor.path}: tensor {name} has shape {tensor.shape}, and should have {count} matrices")
+    return tensor.shape[0]
+
+
+def _gguf(where: str) -> Any:
+    try:
+        import gguf.quants
+    except ImportError as error:
+        raise NotImplementedError(
+            f"{where} is quantized, and decoding it needs a package that is not here: {install_command('gguf')}"
+        ) from error
+    return gguf

@@ -1,0 +1,237 @@
+"""`GgufVocabulary`: the tokenizer that a GGUF file's metadata describe, made again as one of Hugging Face's library.
+
+The metadata have a vocabulary, and either the merges and the name of a rule that cuts texts into words (byte-level BPE,
+`gpt2`), or the scores of SentencePiece (`llama`). Rules are those of the published tokenizer.json of the models that
+llama.cpp gives such a name (`llama-vocab.cpp`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from jaxvllm.gguf_file import GgufFile
+from jaxvllm.text.chat_template import DEFAULT
+
+START = "tokenizer.ggml."
+# The kinds of tokens, as `token_type` numbers them. The rest of the vocabulary is filled up with tokens of no use.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+# Control tokens that end an answer, whatever the metadata name beside the EOS.
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+_SPACE = "▁"  # SentencePiece's
+
+
+@dataclass(frozen=True)
+class WordRule:
+    """A rule that cuts a text into words, within which byte-level BPE merges.
+
+    pattern: a regular expression whose matches are the words, or None for GPT-2's, which the library has
+    cuts_digits: each digit is cut off before
+    takes_whole: a word that is a token is that token, whatever the merges say
+    composes: characters are composed before (NFC)
+    adds_bos: texts begin with a BOS unless the metadata say otherwise
+    """
+
+    pattern: str | None = None
+    cuts_digits: bool = False
+    takes_whole: bool = False
+    composes: bool = False
+    adds_bos: bool = False
+
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _gpt4(digits: str) -> str:
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+
+
+def _by_case(digits: str, contractions: str) -> str:
+    """Returns the rule that also cuts before an upper-case letter which follows a lower-case one."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{start}{_UPPER}*{_LOWER}+{contractions}|{start}{_UPPER}+{_LOWER}*{contractions}"
+    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_GPT2, _DIGITS = WordRule(), WordRule(cuts_digits=True)
+_LLAMA3 = WordRule(_gpt4("{1,3}"), takes_whole=True, adds_bos=True)
+_QWEN2 = WordRule(_gpt4(""), composes=True)
+RULES: Mapping[str, WordRule] = {
+    "gpt-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "command-r": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": WordRule(_gpt4("{1,3}")),  # GPT-4's, which Phi-4 has
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-4o": WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?")),
+    "tekken": WordRule(_by_case("", ""), takes_whole=True, adds_bos=True),
+}
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    """A vocabulary and what belongs to it. The metadata were checked for what it needs."""
+
+    path: Path
+    values: Mapping[str, Any]  # of the keys that begin with `START`, without it
+    templates: Mapping[str, str]  # the chat templates, by name
+
+    @classmethod
+    def read(cls, path: Path) -> "GgufVocabulary":
+        """Reads the metadata of a file. Raises ValueError that names the file and what is missing or not known."""
+        metadata = GgufFile.open(path).metadata
+        start = "tokenizer.chat_template"
+        templates = {
+            key.removeprefix(f"{start}.") if key != start else DEFAULT: str(value)
+            for key, value in metadata.items()
+            if key == start or key.startswith(f"{start}.")
+        }
+        values = {key.removeprefix(START): value for key, value in metadata.items() if key.startswith(START)}
+        found = cls(path, values, templates)
+        model = values.get("model")
+        if model not in ("gpt2", "llama"):
+            found._reject(f"{START}model must be gpt2 or llama, not {model!r}")
+        lists = ("tokens", "token_type", "merges" if model == "gpt2" else "scores")
+        if missing := [name for name in lists if not isinstance(values.get(name), list)]:
+            found._reject(f"it has no list {START}{missing[0]}")
+        tokens, kinds = values["tokens"], values["token_type"]
+        fits = all(len(values[name]) == len(tokens) for name in lists[1:] if name != "merges")
+        if not fits or not all(isinstance(token, str) for token in tokens) or len(set(tokens)) != len(tokens):
+            found._reject(f"{START}tokens must be {len(kinds)} strings that differ, with a type and a score for each")
+        rule = values.get("pre")
+        if model == "gpt2" and not (isinstance(rule, str) and rule in RULES):
+            found._reject(f"{START}pre is {rule!r}: known are {', '.join(RULES)}")
+        return found
+
+    @cached_property
+    def special(self) -> Mapping[str, str]:
+        """The named special tokens, as a tokenizer_config.json has them."""
+        ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        found = {name: self._token(f"{kind}_token_id") for name, kind in ids.items()}
+        return {name: token for name, token in found.items() if token is not None}
+
+    @property
+    def bos(self) -> int | None:
+        return self._id("bos_token_id")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end an answer, the EOS first."""
+        named = (self._id(f"{kind}_token_id") for kind in ("eos", "eot", "eom"))
+        kinds: Sequence[Any] = self.values["token_type"]
+        known = (self._ids.get(text) for text in ENDS)
+        others = (number for number in known if number is not None and kinds[number] == CONTROL)
+        return tuple(dict.fromkeys(number for number in (*named, *others) if number is not None))
+
+    def backend(self) -> Backend:
+        """Makes the tokenizer. Raises ValueError for merges that are no merges of the vocabulary."""
+        added: list[AddedToken] = []
+        try:
+            backend = self._byte_level() if self.values["model"] == "gpt2" else self._sentence_pieces()
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{self.path}: its metadata describe no tokenizer ({error}): give tokenizer") from error
+        for token, kind in zip(self.values["tokens"], self.values["token_type"], strict=True):
+            if kind in (CONTROL, UNKNOWN, USER_DEFINED):
+                added.append(AddedToken(token, special=kind != USER_DEFINED, normalized=False))
+        backend.add_tokens(added)
+        self._frame(backend)
+        return backend
+
+    def _byte_level(self) -> Backend:
+        rule = RULES[self.values["pre"]]
+        merges = self._written_merges()
+        backend = Backend(models.BPE(self._ids, merges, ignore_merges=rule.takes_whole))
+        cuts: list[pre_tokenizers.PreTokenizer] = []
+        if rule.cuts_digits:
+            cuts.append(pre_tokenizers.Digits(individual_digits=True))
+        if rule.pattern is not None:
+            cuts.append(pre_tokenizers.Split(Regex(rule.pattern), "isolated"))
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+        backend.decoder = decoders.ByteLevel()
+        if rule.composes:
+            backend.normalizer = normalizers.NFC()
+        return backend
+
+    def _written_merges(self) -> list[tuple[str, str]]:
+        """Returns the merges. The library panics over one that makes no token, and its panic is no Exception."""
+        ids, found = self._ids, []
+        for merge in self.values["merges"]:
+            left, _, right = merge.partition(" ")
+            if not (left in ids and right in ids and left + right in ids):
+                raise ValueError(f"the merge {merge!r} is none of its tokens")
+            found.append((left, right))
+        return found
+
+    def _sentence_pieces(self) -> Backend:
+        unknown = self._token("unknown_token_id") or "<unk>"
+        merges = _merges(self._scores)
+        backend = Backend(models.BPE(self._ids, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
+        spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+        ends: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if self.values.get("add_space_prefix", True):
+            spaces.insert(0, normalizers.Prepend(_SPACE))
+            ends.append(decoders.Strip(" ", 1, 0))
+        backend.normalizer = normalizers.Sequence(spaces)
+        backend.decoder = decoders.Sequence(ends)
+        return backend
+
+    def _frame(self, backend: Backend) -> None:
+        """Has texts begin with the BOS and end with the EOS, as far as the metadata say so."""
+        by_default = self.values["model"] == "llama" or RULES[self.values["pre"]].adds_bos
+        wanted = (("bos_token_id", "add_bos_token", by_default), ("eos_token_id", "add_eos_token", False))
+        first, last = ([self._token(key)] if self.values.get(asked, usual) else [] for key, asked, usual in wanted)
+        tokens = [token for token in (*first, "$A", *last) if token is not None]
+        if len(tokens) > 1:
+            ids = {self._token(key): self._id(key) for key, _, _ in wanted}
+            special = [(token, ids[token]) for token in dict.fromkeys(tokens) if token in ids]
+            backend.post_processor = processors.TemplateProcessing(single=tokens, special_tokens=special)
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        """The tokens by their spelling, without those that only fill the vocabulary up."""
+        kinds = self.values["token_type"]
+        return {token: number for number, token in enumerate(self.values["tokens"]) if kinds[number] != UNUSED}
+
+    @cached_property
+    def _scores(self) -> dict[str, float]:
+        """The scores of the pieces that merges make."""
+        kinds, scores = self.values["token_type"], self.values["scores"]
+        return {token: scores[number] for token, number in self._ids.items() if kinds[number] == NORMAL}
+
+    def _id(self, key: str) -> int | None:
+        number = self.values.get(key)
+        if number is not None and (type(number) is not int or not 0 <= number < len(self.values["tokens"])):
+            self._reject(f"{START}{key} is {number!r}, and there are {len(self.values['tokens'])} tokens")
+        return number
+
+    def _token(self, key: str) -> str | None:
+        number = self._id(key)
+        return None if number is None else str(self.values["tokens"][number])
+
+    def _reject(self, reason: str) -> NoReturn:
+        raise ValueError(f"{self.path}: {reason}. Give tokenizer, the directory or hub name of the model's own")
+
+
+def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Returns the merges of SentencePiece, the first one first: any two pieces that are a piece together.
+
+    The piece with the best score is made first. Its pairs come in the order in which Hugging Face's converter has them.
+    """
+    found = [
+        (-score, i, len(piece) - i, piece[:i], piece[i:])
+        for piece, score in scores.items()
+        for i in range(1, len(piece))
+        if piece[:i] in scores and piece[i:] in scores
+    ]
+    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:3])]

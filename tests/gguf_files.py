@@ -1,0 +1,153 @@
+"""Writes GGUF files of our fixtures and tokenizers, as llama.cpp's converter does."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+from tests.models.fixture import Fixture
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+}
+Choice = Callable[[str], Kind]
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, np.ndarray],
+    kind_of: Choice = lambda _: Kind.F32,
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
+    more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Writes a model of Hugging Face's tensors, and returns the values that these have after they were rounded.
+
+    kind_of: the type of each tensor, by its name in the file
+    extra: tensors that only the file has
+    """
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], **options)
+    _add_config(writer, config)
+    more(writer)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    rounded: dict[str, np.ndarray] = {}
+    for name, parts in _stacked(weights).items():
+        own = names.get_name(name, (".weight", ".bias"))
+        assert own is not None, name
+        change, back = _changes(architecture, name, config)
+        data = change(np.stack(list(parts.values())) if len(parts) > 1 else next(iter(parts.values())))
+        kind = kind_of(own) if data.ndim > 1 else Kind.F32
+        stored = gguf.quants.quantize(np.ascontiguousarray(data), kind)
+        writer.add_tensor(own, stored, raw_dtype=kind)
+        values = back(gguf.quants.dequantize(stored.view(np.uint8), kind).reshape(data.shape))
+        rounded |= dict(zip(parts, values if len(parts) > 1 else [values], strict=True))
+    for name, data in (extra or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return rounded
+
+
+def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_size = config.get("head_dim", hidden // heads)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(int(head_size * config.get("partial_rotary_factor", 1)))
+    if "head_dim" in config:
+        writer.add_key_length(head_size)
+        writer.add_value_length(head_size)
+    for key, add in (
+        ("num_experts", writer.add_expert_count),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("sliding_window", writer.add_sliding_window),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+    ):
+        if config.get(key) is not None:
+            add(config[key])
+
+
+def _stacked(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """The tensors by name, where all experts of a layer are one."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name, data in weights.items():
+        start, experts, rest = name.partition(".experts.")
+        own = f"{start}{experts}{rest.partition('.')[2]}" if experts else name
+        found.setdefault(own, {})[name] = data
+    return found
+
+
+def _changes(
+    architecture: gguf.MODEL_ARCH, name: str, config: Mapping[str, Any]
+) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
+    """What is done to a tensor before it is stored, and what undoes it."""
+    module, _, kind = name.rpartition(".")
+    if architecture is gguf.MODEL_ARCH.LLAMA and module.endswith(("q_proj", "k_proj")):
+        count = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
+        return (
+            lambda x: x.reshape(count, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
+            lambda x: x.reshape(count, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
+        )
+    is_gemma = architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
+    if is_gemma and name.endswith("norm.weight"):
+        return (lambda x: x + 1, lambda x: x - 1)
+    return (lambda x: x, lambda x: x)
+
+
+def demo_tokenizer(directory: Path) -> Callable[[gguf.GGUFWriter], None]:
+    """Adds the tokenizer of a directory, byte-level BPE that cuts off digits, as the converter does."""
+    written = json.loads((directory / "tokenizer.json").read_text())
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    model, added = written["model"], {token["content"]: token for token in written["added_tokens"]}
+    vocabulary = model["vocab"] | {content: token["id"] for content, token in added.items()}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    types = gguf.TokenType
+    kinds = [
+        types.NORMAL if token not in added else types.CONTROL if added[token]["special"] else types.USER_DEFINED
+        for token in tokens
+    ]
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(tokens)
+        writer.add_token_types(kinds)
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+        writer.add_bos_token_id(vocabulary[config["bos_token"]])
+        writer.add_eos_token_id(vocabulary[config["eos_token"]])
+        writer.add_pad_token_id(vocabulary[config["pad_token"]])
+        writer.add_add_bos_token(True)
+        writer.add_chat_template(config["chat_template"])
+
+    return add
+
+
+def sized(fixture: Fixture, **config: Any) -> dict[str, Any]:
+    """The config of a fixture with what the converter finds in every config."""
+    # Files have it in float32.
+    return {"rms_norm_eps": float(np.float32(1e-6)), "rope_theta": 10_000.0} | fixture.config | config

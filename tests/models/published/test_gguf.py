@@ -1,0 +1,243 @@
+"""GGUF files make the models that the same numbers in a Hugging Face checkpoint make."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file
+
+from jaxvllm import LLM, SamplingParams
+from jaxvllm.gguf_file import GgufFile, GgufTensor
+from jaxvllm.model_name import DEMO_MODEL
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.published.gguf_tensors import BlockType, GgufTensors, values_of
+from jaxvllm.models.tiling import Box
+from jaxvllm.text.tokenizer import Tokenizer
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
+from tests.gguf_files import demo_tokenizer, sized, write_gguf
+from tests.models.dense import dense_logits
+from tests.models.fixture import Fixture
+from tests.models.published.written import resized, write_model
+from tests.quick import quick_engines
+
+KINDS = (Kind.Q4_0, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.Q5_1)
+SIZES = {48: 64, 100: 96}
+# The rows of keys of heads of 12, which have 16 then.
+HEADS = {24: 32}
+SCALING = "llama.rope.scaling"
+
+
+def mixed(name: str) -> Kind:
+    return KINDS[sum(name.encode()) % len(KINDS)]
+
+
+def load(path: Path, size: int = 1) -> Any:
+    config = checkpoint.read_config(path)
+    mesh = make_mesh(MeshShape(1, size), jax.devices())
+    return checkpoint.load(path, model_spec(config), dtype=jnp.float32, layout="separate", mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes", "device_count"),
+    [
+        ("llama-bias", HEADS, {"hidden_act": "silu"}, 2),
+        ("qwen2", HEADS, {"use_sliding_window": False}, 1),
+        ("qwen3", {}, {}, 1),
+        ("qwen3_moe", HEADS, {"moe_intermediate_size": 32, "mlp_only_layers": []}, 2),
+        ("mixtral", HEADS, {"intermediate_size": 32, "sliding_window": None}, 1),
+        ("gemma2", {}, {"query_pre_attn_scalar": 16}, 1),
+        ("gemma3", {}, {"query_pre_attn_scalar": 16}, 1),
+        ("phi3", {96: 128, 200: 192}, {}, 1),
+    ],
+)
+def test_a_file_is_the_same_model_as_its_checkpoint(
+    name: str, sizes: dict[int, int], changes: dict[str, Any], device_count: int, tmp_path: Path
+) -> None:
+    fixture = Fixture.load(name)
+    if "mlp_only_layers" in changes:  # all layers have experts in files
+        shapes = {key: shape for key, shape in fixture.shapes.items() if ".1.mlp." not in key}
+        shapes |= {key.replace(".0.mlp.", ".1.mlp."): shape for key, shape in shapes.items() if ".0.mlp." in key}
+        fixture = replace(fixture, shapes=shapes)
+    fixture = resized(fixture, SIZES | sizes, **{"hidden_size": 64, "intermediate_size": 96} | changes)
+    config = sized(fixture)
+
+    def scaling(writer: gguf.GGUFWriter) -> None:
+        if name == "gemma3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(8.0)
+
+    file = tmp_path / "model.gguf"
+    values = write_gguf(file, config, fixture.weights(), mixed, more=scaling)
+    plain = write_model(tmp_path / "plain", config, values)
+    assert model_spec(checkpoint.read_config(file)) == model_spec(config)
+    chex.assert_trees_all_equal(load(file, device_count), load(plain, device_count))
+
+
+@pytest.mark.parametrize("name", ["llama-rope", "llama-linear", "llama-yarn", "phi3-longrope"])
+def test_scalings_of_the_rope(name: str, tmp_path: Path) -> None:
+    fixture = Fixture.load(name)
+    config, extra = sized(fixture), {}
+    if name == "phi3-longrope":
+        scaling = config["rope_scaling"]
+        factors = {key: np.array(scaling[f"{key}_factor"], np.float32) for key in ("long", "short")}
+        extra = {f"rope_factors_{key}.weight": value for key, value in factors.items()}
+    if name == "llama-rope":
+        config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    spec = model_spec(config, fixture.max_model_len)
+    if name == "llama-rope":
+        plain = config["rope_theta"] ** (-np.arange(0, 12, 2) / 12)
+        assert spec.layers[0].rope is not None
+        extra = {"rope_freqs.weight": (plain / spec.layers[0].rope.inv_freq).astype(np.float32)}
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        if name == "llama-linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(2.0)
+        if name == "llama-yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(4.0)
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_yarn_beta_fast(8.0)
+        if name == "phi3-longrope":
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(4) / np.log(32))))
+
+    write_gguf(tmp_path / "model.gguf", config, fixture.weights(), extra=extra, more=add)
+    found = model_spec(checkpoint.read_config(tmp_path / "model.gguf"), fixture.max_model_len)
+    for own, expected in zip(found.layers, spec.layers, strict=True):
+        assert own.rope is not None and expected.rope is not None
+        np.testing.assert_allclose(own.rope.inv_freq, expected.rope.inv_freq, rtol=1e-6)
+        np.testing.assert_allclose(own.rope.scale, expected.rope.scale, rtol=1e-6)
+        assert replace(own, rope=expected.rope) == expected
+    assert replace(found, layers=spec.layers) == spec
+
+
+@pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits.keys() - {Kind.BF16}), ids=lambda kind: kind.name)
+def test_every_type_is_decoded_from_and_to_any_column(kind: Kind, tmp_path: Path) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows, columns = 5, max(2 * block, 64)
+    # No byte is above 0x3f, so that scales in half precision are below 2.
+    data = np.random.default_rng(0).integers(0, 64, (rows, columns // block * size)).astype(np.uint8)
+    path = tmp_path / "bytes"
+    path.write_bytes(b"12345" + data.tobytes())
+    tensor = GgufTensor(path, int(kind), (rows, columns), 5)
+    part = values_of(tensor, "x", BlockType.of(int(kind), "x"), np.fromfile(path, np.uint8))
+    expected = gguf.quants.dequantize(data, kind)
+    assert np.ptp(expected) > 0
+    boxes = (((0, 0), (rows, columns)), ((2, 3), (2, columns - 7)), ((4, block - 1), (1, 2)), ((1, 5), (3, 1)))
+    for start, shape in boxes:
+        box = Box(start, shape)
+        np.testing.assert_array_equal(part(box), expected[box.index((0, 0))])
+
+
+def test_blocks_of_eight_and_four_bits_mean_what_ggml_says(tmp_path: Path) -> None:
+    stream = np.random.default_rng(0)
+    scales = stream.uniform(0.1, 1, (3, 2)).astype(np.float16)
+    codes = stream.integers(-128, 128, (3, 2, 32)).astype(np.int8)
+    bytes_ = [scales[..., None].view(np.uint8), codes.view(np.uint8)]
+    found = BlockType.of(int(Kind.Q8_0), "x").decode(np.concatenate(bytes_, axis=-1).reshape(3, -1))
+    np.testing.assert_array_equal(found, (scales[..., None].astype(np.float32) * codes).reshape(3, 64))
+    nibbles = codes.view(np.uint8) & 15  # byte j has number j in its low bits, and number j + 16
+    packed = nibbles[..., :16] | nibbles[..., 16:] << 4
+    found = BlockType.of(int(Kind.Q4_0), "x").decode(np.concatenate([bytes_[0], packed], axis=-1).reshape(3, -1))
+    values = scales[..., None].astype(np.float32) * (nibbles.astype(np.float32) - 8)
+    np.testing.assert_array_equal(found, values.reshape(3, 64))
+
+
+def test_only_quantized_files_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
+    config = sized(fixture)
+    weights = {name: data[:, :32] if data.ndim == 2 else data for name, data in fixture.weights().items()}
+    write_gguf(path, config, fixture.weights(), lambda _: Kind.F16)
+    write_gguf(tmp_path / "quantized.gguf", config, weights, lambda _: Kind.Q4_0)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    load(path)
+    with pytest.raises(
+        NotImplementedError, match=r"tensor \S+ is quantized, and decoding it needs a package that is not here: .*gguf"
+    ):
+        GgufTensors.of(GgufFile.open(tmp_path / "quantized.gguf"))
+
+
+def write_demo(path: Path, **options: Any) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    weights = {name: data.astype(np.float32) for name, data in load_file(DEMO_MODEL / "model.safetensors").items()}
+    write_gguf(path, config, weights, lambda _: Kind.BF16, more=demo_tokenizer(DEMO_MODEL), **options)
+
+
+def test_the_demo_model_in_split_files_answers_as_in_its_directory(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo-BF16.gguf", split_max_tensors=15)
+    assert len(list(tmp_path.iterdir())) > 1
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_pages": 9, "max_decode_burst": 1}
+    with quick_engines(), LLM(f"{tmp_path}:bf16", dtype="float32", **options) as llm:
+        [output] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=12))
+    prompt, answer = Tokenizer.from_directory(DEMO_MODEL).encode("Once upon a time"), list(output.outputs[0].token_ids)
+    assert list(output.prompt_token_ids) == prompt
+    spec = model_spec(checkpoint.read_config(DEMO_MODEL))
+    logits = dense_logits(load(DEMO_MODEL), spec, [*prompt, *answer])
+    assert answer == np.argmax(logits[len(prompt) - 1 : -1], axis=1).tolist()
+
+
+def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
+    config, weights = sized(fixture), fixture.weights()
+
+    def refused(message: str, **options: Any) -> None:
+        write_gguf(path, config, options.pop("weights", weights), **options)
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+    one = "model.layers.1.self_attn.v_proj.weight"
+    refused(f"model.gguf lacks the tensor {one}", weights={name: x for name, x in weights.items() if name != one})
+    refused(
+        r"model.gguf: tensor blk.1.attn_v.weight has shape \(12, 50\), and the metadata make it \(12, 84\)",
+        weights=weights | {one: np.zeros((12, 50), np.float32)},
+    )
+    refused("model.gguf: tensor blk.9.odd.weight: unexpected", extra={"blk.9.odd.weight": np.zeros(3, np.float32)})
+    refused("model.gguf: tensor x.weight has the type I8", extra={"x.weight": np.zeros(3, np.int8)})
+    refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
+    refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
+    refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))
+    refused("has llama.logit_scale = 2.0, which is not supported", more=lambda file: file.add_logit_scale(2.0))
+    factors = np.ones(1025, np.float32)
+    refused("must have a tensor rope_freqs.weight of at most 1024", extra={"rope_freqs.weight": factors})
+    write_gguf(path, config, weights)
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b"llama", b"camel"))
+    with pytest.raises(ValueError, match="model.gguf has general.architecture 'camel', which is not supported in GGUF"):
+        load(path)
+    path.write_bytes(good.replace(b"llama.block_count", b"llama.block_xount"))
+    with pytest.raises(ValueError, match="model.gguf must have a number llama.block_count, not None"):
+        load(path)
+    path.write_bytes(good[:-64])
+    with pytest.raises(ValueError, match=r"model.gguf: tensor \S+ has \d+ bytes, of which \d+ are there"):
+        load(path)
+    with pytest.raises(ValueError, match="model.gguf is a GGUF file: convert takes a directory"):
+        checkpoint.convert(path, tmp_path / "out", dtype="auto", mesh=make_mesh(MeshShape(1, 1), jax.devices()))
+
+
+def test_a_stack_of_impossible_size_is_refused_before_its_matrices_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    fixture = Fixture.load("qwen3_moe")
+    config = sized(fixture)
+    weights = {name: data for name, data in fixture.weights().items() if ".1.mlp." not in name}
+    write_gguf(path, config, weights)
+    file = GgufFile.open(path)
+    name = "blk.0.ffn_up_exps.weight"
+    size = file.tensors[name].shape[0].to_bytes(8, "little")
+    data = path.read_bytes()
+    start = data.index(name.encode()) + len(name) + 4 + 16
+    assert data[start : start + 8] == size
+    path.write_bytes(data[:start] + (2**60).to_bytes(8, "little") + data[start + 8 :])
+    with pytest.raises(ValueError, match=rf"tensor {name} has shape \({2**60}, 24, 48\), and should have 6 matrices"):
+        load(path)
