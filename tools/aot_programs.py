@@ -173,9 +173,9 @@ EXPERTS = StepModel("-experts", _qwen3_moe(2048, 192, 16, 4), 32 * 2**20, mixed_
 # The same for GPUs. The stacks of a layer's experts have 64 and 128 MiB, and its other matrices 64 MiB at least.
 WIDE_EXPERTS = StepModel("-experts", _qwen3_moe(4096, 256, 64, LAYERS), POOL_BYTES, mixed_tokens=64)
 EXPERTS_FORMS = ("decode", "mixed")
-# The attention of DeepSeek V3 with all of its heads, in dense layers, for GPUs with kernels: that for TPUs has no room
-# for prompts of so many heads. Its queries are larger than its smallest matrix (W_k, 16 MiB), so what its temporaries
-# tell is that no layer's pages, and no output projection, is copied.
+# The attention of DeepSeek V3 with all of its heads, in dense layers, for chips with kernels. Its queries are larger
+# than its smallest matrix (W_k, 16 MiB), so what its temporaries tell is that no layer's pages, and no output
+# projection, is copied.
 LATENT = StepModel(
     "-latent",
     model_spec(
@@ -238,7 +238,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
-    if backend.kind == "gpu":
+    if backend != REFERENCE:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
