@@ -29,14 +29,15 @@ def matrix_unit_of(chip: GpuChip) -> MatrixUnit:
     return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
 
 
-def swizzled(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, lanes: int = LANES) -> Any:
     """Returns shared memory for matrices, swizzled as matrix units read them and the copy engine writes them.
 
-    The last dimension must be a multiple of 64 for two-byte elements. Its halves can be sliced if they are, too.
+    The last dimension, and that of what is copied into it, must be a multiple of `lanes`, 16, 32 or 64 for two-byte
+    elements. Its halves can be sliced if they are, too.
     """
-    row = dtype.itemsize * LANES  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
+    row = dtype.itemsize * lanes  # 128 bytes at most are swizzled together; 64 for one-byte elements in heads of 64
     # jax leaves a method of both without a body, which makes them abstract to a type checker.
-    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, LANES))  # type: ignore[abstract]
+    tiling = plgpu.TilingTransform((SWIZZLED_ROWS, lanes))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(row)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 

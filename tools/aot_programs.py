@@ -75,6 +75,7 @@ class StepModel:
     spec: ModelSpec
     pool_bytes: int
     mixed_tokens: int  # of the step that also computes prompts
+    head: ModelSpec | None = None  # whose first layer an EAGLE-3 head has; None: this model
 
     @property
     def forms(self) -> dict[str, Callable[[StepCompiler], jax.stages.Compiled]]:
@@ -115,10 +116,12 @@ class StepModel:
         return replace(step, shape=replace(step.shape, has_index=True), proposer=proposer)
 
     def with_eagle3(self, step: StepCompiler) -> StepCompiler:
-        """Returns `step` with an EAGLE-3 head: a layer like the model's, a quarter of its vocabulary, and pages."""
-        spec = replace(self.spec, layers=self.spec.layers[0].in_windows([None]))
+        """Returns `step` with an EAGLE-3 head: one layer, a quarter of the model's vocabulary, and pages."""
+        like = self.head or self.spec
+        spec = replace(like, layers=like.layers[0].in_windows([None]))
         depths, vocab_size = (0, 1, self.spec.num_layers), spec.vocab_size
-        head = Eagle3Head(spec, depths, spec.hidden_size, vocab_size // 4, vocab_size)
+        own = frozenset() if self.head is None else frozenset({"embed"})
+        head = Eagle3Head(spec, depths, self.spec.hidden_size, vocab_size // 4, vocab_size, own)
         proposer = AutoregressiveProposer((head,))
         shape, everywhere = replace(step.shape, draft=proposer.cache), NamedSharding(step.mesh, PartitionSpec())
 
@@ -140,11 +143,18 @@ class StepModel:
 # activations together, so temporaries smaller than every matrix mean that none was copied within HBM.
 WIDE = StepModel("", _llama(8192, 28672, 64, 4096, LAYERS), POOL_BYTES, mixed_tokens=256)
 # On a TPU a copy may also go to VMEM, where it is not a temporary. This model's matrices and its pages of one layer fit
-# there: they take 8 to 32 MiB, and VMEM is 64 or 128. Everything else that XLA keeps there is smaller than any of them:
-# the head, which XLA fetches before its use, is 4 MiB, and the activations of a mixed step are 1 MiB. (With 256 tokens
-# they took 10 MiB of HBM in all on v5p.) So an array of 8 MiB in VMEM is a copy. WIDE can hardly tell, because its
-# matrices are 64 MiB and more.
-NARROW = StepModel("-narrow", _llama(2048, 4096, 16, 1024, 4), 32 * 2**20, mixed_tokens=64)
+# there: they take 16 to 32 MiB, and VMEM is 64 or 128. Everything else that XLA keeps there is smaller than any of
+# them: the LM head, which XLA fetches before its use, is 4 MiB, the matrices of an EAGLE-3 head, which it fetches too,
+# are 6 MiB at most, and the activations of a mixed step 1 MiB. So an array of 16 MiB in VMEM is a copy. WIDE can hardly
+# tell, because its matrices are 64 MiB and more. In HBM no temporary of a step with an EAGLE-3 head is larger than 1
+# MiB, but there are 13 MiB of them on v5p, in some 300 values, the smallest of which take 16 KiB each.
+NARROW = StepModel(
+    "-narrow",
+    _llama(2048, 4096, 32, 1024, 4),
+    64 * 2**20,
+    mixed_tokens=64,
+    head=_llama(512, 1024, 8, 1024, 1),
+)
 
 
 def _qwen3_moe(hidden_size: int, expert_size: int, num_heads: int, num_layers: int) -> ModelSpec:
@@ -168,14 +178,15 @@ def _qwen3_moe(hidden_size: int, expert_size: int, num_heads: int, num_layers: i
 
 
 # A model with experts, whose down projections XLA keeps turned, because their inner size is no multiple of 128. The
-# stacks of a layer's experts have 24 and 48 MiB, and its other matrices 8 MiB at least, but for the router.
-EXPERTS = StepModel("-experts", _qwen3_moe(2048, 192, 16, 4), 32 * 2**20, mixed_tokens=64)
+# stacks of a layer's experts have 24 and 48 MiB, and its other matrices 16 MiB at least, but for the router. Tokens are
+# eight rows of experts each, of which three arrays of 2 MiB are on their way in a mixed step.
+EXPERTS = StepModel("-experts", _qwen3_moe(2048, 192, 32, 4), 64 * 2**20, mixed_tokens=64)
 # The same for GPUs. The stacks of a layer's experts have 64 and 128 MiB, and its other matrices 64 MiB at least.
 WIDE_EXPERTS = StepModel("-experts", _qwen3_moe(4096, 256, 64, LAYERS), POOL_BYTES, mixed_tokens=64)
 EXPERTS_FORMS = ("decode", "mixed")
-# The attention of DeepSeek V3 with all of its heads, in dense layers, for GPUs with kernels: that for TPUs has no room
-# for prompts of so many heads. Its queries are larger than its smallest matrix (W_k, 16 MiB), so what its temporaries
-# tell is that no layer's pages, and no output projection, is copied.
+# The attention of DeepSeek V3 with all of its heads, in dense layers, for chips with kernels. Its queries are larger
+# than its smallest matrix (W_k, 16 MiB), so what its temporaries tell is that no layer's pages, and no output
+# projection, is copied.
 LATENT = StepModel(
     "-latent",
     model_spec(
@@ -238,7 +249,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
-    if backend.kind == "gpu":
+    if backend != REFERENCE:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.

@@ -41,6 +41,9 @@ CASES = (
     # The sizes that a GPU's matrix units and copy engine take. Groups begin anywhere.
     GroupedCase("whole-tiles-few", 64, 256, (2, 0, 5, 1)),
     GroupedCase("whole-tiles-many", 128, 128, (3, 0, 150, 1, 70)),
+    # Sums and columns, those of each half of a gated matrix too, end in the middle of a tile.
+    GroupedCase("parts-of-tiles", 80, 176, (2, 0, 5, 1)),
+    GroupedCase("halves-of-tiles", 96, 96, (0, 9, 3)),
 )
 
 # What models make of steps, for compilers: experts of `size_out` inner features in a model of size `size_in`.
@@ -49,6 +52,11 @@ SERVING = (
     GroupedCase("qwen3-30b-decode-64", 2048, 768, (4,) * 128),
     GroupedCase("qwen3-30b-prefill-4096", 2048, 768, (256,) * 128),
     GroupedCase("qwen3-30b-quarter-decode-64", 2048, 192, (4,) * 128),
+    GroupedCase("qwen3-30b-eighth-decode-64", 2048, 96, (4,) * 128),
     GroupedCase("mixtral-decode-16", 4096, 14336, (4,) * 8),
+    GroupedCase("gpt-oss-20b-half-decode-64", 2880, 1440, (8,) * 32),
+    GroupedCase("gpt-oss-20b-quarter-prefill-1024", 2880, 720, (128,) * 32),
+    # Of its eighths, experts of 88, the sums of the second product end in the middle of what a matrix unit adds up.
+    GroupedCase("gemma-4-26b-quarter-decode-64", 2816, 176, (4,) * 128),
     GroupedCase("deepseek-v3-eighth-prefill-1024", 7168, 2048, (32,) * 32),
 )

@@ -22,6 +22,7 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.mosaic_gpu import (
     LANES,
     RESERVED,
+    SWIZZLED_ROWS,
     TILE,
     MatrixUnit,
     Ref,
@@ -43,13 +44,18 @@ HALVES = 2  # warpgroups that compute, at most
 THREADS = HALVES + 1
 # TMA copies rows into swizzled memory in tiles of eight, which must begin at a multiple of eight.
 ALIGNMENT = 8
+# A matrix unit sums up 16 columns at once, which are the narrowest swizzle of two-byte elements, too.
+SWIZZLES = (LANES, 32, 16)
 # A copy has one of these sizes. Rows beyond those that are needed only cost bandwidth of the L2.
 COPIED_ROWS = (8, 16, 32, TILE)
 
 
 @dataclass(frozen=True)
 class GroupTiles:
-    """A unit of work is `rows` x `columns` of the result, and `stages` parts of its operands fit shared memory."""
+    """A unit of work is `rows` x `columns` of the result, and `stages` parts of its operands fit shared memory.
+
+    The last unit of a row may have columns that the matrix lacks.
+    """
 
     rows: int
     columns: int
@@ -65,18 +71,22 @@ def choose_tiles(
 ) -> GroupTiles | None:
     """Returns the tiles of `grouped_matmul`, or None where it does not take the dtype or the sizes.
 
-    A matrix must have a multiple of 64 rows, each half of a gated one too, and of 64 columns.
+    A matrix must have a multiple of 8 rows, each half of a gated one too, and of 16 columns, at least 64 of each.
     """
     *_, size = w.shape
     together = 1 if gate is None else 2
     num_columns = prod(w.shape[1:-1]) // together
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or w.dtype != x.dtype or size % LANES or num_columns % LANES:
+    if x.dtype.name not in KERNEL_DTYPES["gpu"] or w.dtype != x.dtype or min(size, num_columns) < LANES:
+        return None
+    if size % SWIZZLES[-1] or num_columns % SWIZZLED_ROWS:
         return None
     most = MOST_COLUMNS[matrix_unit_of(chip)] // together
-    widths = [width for width in range(most, 0, -LANES) if num_columns % width == 0]
+    # Columns beyond those of the matrix are computed for nothing, so there are as few as with the narrowest units.
+    spare = -num_columns % LANES
+    widths = [width for width in range(most, 0, -LANES) if -num_columns % width == spare]
     # Wide units read rows less often. But with few groups, narrow ones are needed to keep all multiprocessors busy.
     visits = min(len(x), num_groups)
-    columns = next((width for width in widths if visits * (num_columns // width) >= chip.num_sms), widths[-1])
+    columns = next((width for width in widths if visits * pl.cdiv(num_columns, width) >= chip.num_sms), widths[-1])
     rows = TILE * (1 if len(x) <= num_groups * TILE // 2 else HALVES)
     item = x.dtype.itemsize
     room = chip.shared_memory_per_block - RESERVED - rows * LANES * item  # of which staging takes the last part
@@ -111,7 +121,7 @@ def grouped_matmul(
     x = jnp.pad(x, ((0, max(-num_rows % ALIGNMENT, TILE - num_rows)), (0, 0)))
     visits, num_visits = plan_visits(starts, num_rows, tiles.rows, first)
     product = GroupedProduct(tiles, gate, x.dtype, size, num_columns, matrix_unit_of(chip), interpret)
-    blocks = num_columns // tiles.columns
+    blocks = pl.cdiv(num_columns, tiles.columns)
     ctas = min(chip.num_sms, len(visits) * blocks)
 
     def kernel(x: Ref, w: Ref, visits: Ref, num_visits: Ref, out: Ref, **memory: Ref) -> None:
@@ -145,7 +155,8 @@ def grouped_matmul(
 
     out: jax.Array = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_rows, num_columns), x.dtype),
+        # Panels of 64 columns are stored whole, also those in which the matrix ends.
+        out_type=jax.ShapeDtypeStruct((num_rows, blocks * tiles.columns), x.dtype),
         scratch_types=product.memory,
         grid=(ctas,),
         grid_names=("cta",),
@@ -155,6 +166,7 @@ def grouped_matmul(
         interpret=interpretation(interpret),
         kernel_name="grouped_matmul",
     )(x, w.reshape(len(w), -1, size), visits, num_visits)
+    out = out[:, :num_columns]
     return out if gate is not None else out.reshape(num_rows, *w.shape[1:-1])
 
 
@@ -218,16 +230,16 @@ class GroupedProduct:
 
     @property
     def steps(self) -> int:
-        """The number of stages of a unit."""
-        return self.size // LANES
+        """The number of stages of a unit. The copy engine fills the last one up with zeros."""
+        return pl.cdiv(self.size, LANES)
 
     @property
     def memory(self) -> dict[str, Any]:
         """The kernel's shared memory."""
-        stages = self.tiles.stages
+        stages, lanes = self.tiles.stages, next(lanes for lanes in SWIZZLES if self.size % lanes == 0)
         return {
-            "rows": swizzled((stages, self.halves, TILE, LANES), self.dtype),
-            "matrices": swizzled((stages, self.width, LANES), self.dtype),
+            "rows": swizzled((stages, self.halves, TILE, LANES), self.dtype, lanes),
+            "matrices": swizzled((stages, self.width, LANES), self.dtype, lanes),
             "staging": plgpu.SMEM((self.halves, TILE, LANES), self.dtype),
             "here": barriers(self.halves + self.together, stages),
             "free": barriers(self.halves, stages),
@@ -269,7 +281,7 @@ class GroupedProduct:
                 plgpu.barrier_wait(memory["free"].at[stage])
 
     def compute(self, half: jax.Array, unit: _GroupUnit, done: jax.Array, out: Ref, memory: dict[str, Ref]) -> None:
-        """Computes a warpgroup's rows of a unit, and stores them into out f[N, columns]."""
+        """Computes a warpgroup's rows of a unit, and stores them into out f[N, columns of all units]."""
         tile = unit.tile + half * TILE
         low, high = jnp.clip(unit.low - tile, 0, TILE), jnp.clip(unit.high - tile, 0, TILE)
 

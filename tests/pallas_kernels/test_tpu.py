@@ -36,6 +36,8 @@ PROBLEMS = [
     Problem(64, 1, 128, 64, "bfloat16", "bfloat16"),
     Problem(32, 32, 128, 16, "bfloat16", "bfloat16"),
     Problem(16, 8, 256, 32, "bfloat16", "float8_e4m3fn"),
+    # DeepSeek V3 with all of its heads.
+    Problem(128, 1, 640, 64, "bfloat16", "bfloat16", 512),
 ]
 # The smallest: a few dozen tokens are several fetches, tiles and runs.
 SMALL = {
@@ -55,6 +57,9 @@ MIXED = RaggedCase(
     rows((0, 0), (1, 130), (90, 300), (0, 0), (0, 0), (5, 135), (1, 16), (1, 1), (16, 16), (40, 65), (33, 33), (0, 0)),
     sinks=True,
 )  # fmt: skip
+# One KV head for so many query heads that half of them are a tile of their own.
+DIVIDED = RaggedCase("divided", 16, 1, 64, 16, 80, rows((20, 33), (0, 0), (1, 130), (5, 135), (40, 40)), sinks=True,
+                     slopes=True)  # fmt: skip
 DECODE = RaggedCase("decode", 8, 2, 64, 32, 7, rows((0, 0), (1, 31), (1, 32), (0, 0), (1, 33), (1, 290), (0, 0)))
 
 
@@ -76,19 +81,24 @@ def call_of(case: RaggedCase, dtype: Any = np.float32, chip: TpuChip = V5E) -> C
 
 @cache
 def compiled(case: RaggedCase, chip: TpuChip) -> Callable[..., Any]:
-    """The jitted call of (q, k, v, pages, rows, window, sinks, kv_scales) with the smallest blocks.
+    """The jitted call of (q, k, v, pages, rows, window, sinks, slopes, kv_scales) with the smallest blocks.
 
     Copies happen when they are started: whatever touches their memory before they are waited for is a race. (The common
     suite has them happen when they are waited for: what nobody waits for never does.)
     """
 
-    def call(q: Any, k: Any, v: Any, pages: Any, rows: RaggedRows, window: Any, sinks: Any, kv_scales: Any) -> Any:
+    def blocks(stage: Stage, *_: Any) -> Blocks:
+        return replace(SMALL[stage], head_parts=2 if case == DIVIDED and stage != "decode" else 1)
+
+    def call(
+        q: Any, k: Any, v: Any, pages: Any, rows: RaggedRows, window: Any, sinks: Any, slopes: Any, kv_scales: Any
+    ) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tpu.kernel, "choose", lambda stage, *_: SMALL[stage])
+            patch.setattr(tpu.kernel, "choose", blocks)
             patch.setattr(pltpu, "InterpretParams", partial(pltpu.InterpretParams, dma_execution_mode="eager"))
             return ragged_paged_attention(
                 q, k, v, pages, LAYER, rows, scale=case.scale, soft_cap=case.soft_cap, window=window, sinks=sinks,
-                kv_scales=kv_scales, backend=backend(chip),
+                slopes=slopes, kv_scales=kv_scales, backend=backend(chip),
             )  # fmt: skip
 
     return jax.jit(call)
@@ -96,7 +106,7 @@ def compiled(case: RaggedCase, chip: TpuChip) -> Callable[..., Any]:
 
 def run(call: Call, chip: TpuChip = V5E, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Output and pages of `call`, some of its arguments changed."""
-    names = ("q", "k", "v", "pages", "rows", "window", "sinks", "kv_scales")
+    names = ("q", "k", "v", "pages", "rows", "window", "sinks", "slopes", "kv_scales")
     arguments = {"window": call.case.window} | changes
     values = [arguments[name] if name in arguments else getattr(call, name) for name in names]
     out, pages = compiled(replace(call.case, window=NO_WINDOW), chip)(*values)
@@ -112,7 +122,9 @@ def check(call: Call, chip: TpuChip = V5E) -> None:
     np.testing.assert_array_equal(pages[:, 1:].astype(np.float32), call.written[:, 1:].astype(np.float32))
 
 
-@pytest.mark.parametrize("case", [DECODE, MIXED, replace(MIXED, window=20)], ids=["decode", "mixed", "window"])
+@pytest.mark.parametrize(
+    "case", [DECODE, MIXED, replace(MIXED, window=20), DIVIDED], ids=["decode", "mixed", "window", "divided"]
+)
 def test_small_blocks(case: RaggedCase) -> None:
     check(call_of(case))
 
@@ -191,6 +203,14 @@ def test_the_model_counts_every_buffer(problem: Problem) -> None:
         assert scratch_bytes(Attender.scratch(problem, blocks, *arrays(problem))) <= blocks.vmem_bytes(problem)
 
 
+def test_many_heads_of_one_kv_head_are_divided() -> None:
+    # No more rows than of fewer heads, and no tile of one query, whose row is merged into its page.
+    for chip in TPUS:
+        blocks = {stage: tpu_blocks.model(stage, PROBLEMS[-1], chip) for stage in STAGES}
+        assert blocks["decode"].head_parts == 1 < blocks["verify"].head_parts
+        assert all(blocks[stage].tile_rows(PROBLEMS[-1]) >= tpu_blocks.TILE_ROWS for stage in ("verify", "prefill"))
+
+
 def test_a_faster_memory_has_more_on_its_way() -> None:
     fetched = {
         chip.name: tpu_blocks.model("decode", LLAMA, chip).fetch_pages * LLAMA.page_size * LLAMA.token_bytes
@@ -203,7 +223,7 @@ def test_a_faster_memory_has_more_on_its_way() -> None:
 
 
 def arrays(problem: Problem) -> tuple[Any, Any]:
-    pages = (1, 1, problem.num_kv_heads, problem.page_size, 2 * problem.head_size)
+    pages = (1, 1, problem.num_kv_heads, problem.page_size, problem.width)
     tokens = (64, -(-problem.num_heads // 8) * 8, problem.head_size)
     return jax.ShapeDtypeStruct(pages, problem.kv_dtype), jax.ShapeDtypeStruct(tokens, problem.dtype)
 
@@ -250,7 +270,13 @@ def test_a_broken_table_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [((3, 8, 8, 2), "power of two"), ((1, 8, 8, 1), "slots at least two"), ((1, 12, 8, 2), "multiple of step_pages")],
+    [
+        ((3, 8, 8, 2), "power of two"),
+        ((1, 8, 8, 1), "slots at least two"),
+        ((1, 12, 8, 2), "multiple of step_pages"),
+        ((16, 8, 8, 2, 3), "head_parts must be a power of two"),
+        ((1, 8, 8, 2, 2), "at most tile_queries"),
+    ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -27,6 +27,7 @@ class _Fetch(NamedTuple):
 
     num_queries: jax.Array
     token: jax.Array  # the first query's number in the batch
+    head: jax.Array  # the first head
     position: jax.Array  # of the first query
     kv_len: jax.Array  # of the row
     first_key: jax.Array  # the position that the first page begins at
@@ -41,7 +42,7 @@ class _Cursor(NamedTuple):
     """The position of the next fetch."""
 
     place: RowPlace
-    tile: jax.Array  # of the row
+    tile: jax.Array  # of the row; a part of the heads of the same queries is a tile of its own
     fetch: jax.Array  # of the tile
     tiles: jax.Array  # before this one, of all rows
 
@@ -53,7 +54,7 @@ class Attender:
     Without a `merger`, this step's keys and values are in the pages already. With a `merger`, rows have one query.
     """
 
-    problem: Problem
+    problem: Problem  # of one part of the heads
     blocks: Blocks
     scale: float
     soft_cap: float | None
@@ -66,8 +67,8 @@ class Attender:
     tokens: Ref  # HBM [T, H', D]: queries, replaced by their outputs
     pages: Ref  # HBM [L, P, K, S, W]
     kv: Ref  # VMEM [slots, pages, K, S, W]
-    queries: Ref  # VMEM [slots, tile, H', D]
-    outputs: Ref  # VMEM [OUT_SLOTS, tile, H', D]
+    queries: Ref  # VMEM [slots, tile, H' / parts, D]
+    outputs: Ref  # VMEM [OUT_SLOTS, tile, H' / parts, D]
     folded: Ref  # VMEM [K, M, D to full lanes]: each KV head's queries, head by head
     peak: Ref  # VMEM f32[K, M, 128]: the largest logit so far, the same in every lane
     total: Ref  # VMEM f32[K, M, 128]: the softmax's denominator
@@ -81,6 +82,7 @@ class Attender:
     def scratch(problem: Problem, blocks: Blocks, pages: Ref, tokens: Ref) -> dict[str, Any]:
         _, _, num_kv_heads, page_size, width = pages.shape
         _, num_heads, head_size = tokens.shape
+        num_heads //= blocks.head_parts
         rows, tile, slots = blocks.tile_rows(problem), blocks.tile_queries, blocks.slots
         # The heads of a single query are rows of their own, and rows of two bytes cannot be written one by one.
         folded_dtype = jnp.float32 if tile == 1 else tokens.dtype
@@ -130,7 +132,8 @@ class Attender:
         place = cursor.place
         row = jnp.minimum(place.row, rows.count - 1)
         length, kv_len = rows.query_len(row), rows.kv_lens[row]
-        before = cursor.tile * tile
+        parts = self.blocks.head_parts
+        before, part = div(cursor.tile, parts) * tile, rem(cursor.tile, parts)
         num_queries = jnp.minimum(length - before, tile)
         position = kv_len - length + before
         # The pages reach from the begin of the first query's window to the last query.
@@ -143,8 +146,9 @@ class Attender:
         @pl.when(exists)
         def _() -> None:
             fetch = _Fetch(
-                num_queries, rows.first_token(row) + before, position, kv_len, first * page_size, num_pages,
-                self.walk.page(place, first + num_pages - 1), cursor.tiles, cursor.fetch == 0, is_last,
+                num_queries, rows.first_token(row) + before, part * self.problem.num_heads, position, kv_len,
+                first * page_size, num_pages, self.walk.page(place, first + num_pages - 1), cursor.tiles,
+                cursor.fetch == 0, is_last,
             )  # fmt: skip
             for field, value in enumerate(fetch):
                 self.fetches[slot, field] = jnp.int32(value)
@@ -166,7 +170,7 @@ class Attender:
         def _() -> None:
             self.fetches[slot, 0] = jnp.int32(0)
 
-        row_is_done = is_last & (before + num_queries >= length)
+        row_is_done = is_last & (before + num_queries >= length) & (part == parts - 1)
         tiles_done = is_last.astype(jnp.int32)
         return _Cursor(
             self.walk.step(place, row_is_done & exists),
@@ -177,9 +181,16 @@ class Attender:
 
     def _copy_queries(self, fetch: _Fetch, slot: jax.Array) -> Any:
         """Returns the copy of the tile's queries to the slot of its first fetch."""
-        source = self.tokens.at[pl.ds(fetch.token, fetch.num_queries)]
         target = self.queries.at[slot, pl.ds(0, fetch.num_queries)]
+        source = self._tile_tokens(fetch.token, fetch.num_queries, fetch.head)
         return pltpu.make_async_copy(source, target, self.fetched.at[slot])
+
+    def _tile_tokens(self, token: Scalar, num_queries: jax.Array, head: Scalar) -> Ref:
+        """Returns where a tile's queries are in HBM, and later its outputs."""
+        queries, num_heads = pl.ds(token, num_queries), self.problem.num_heads
+        if self.blocks.head_parts == 1:
+            return self.tokens.at[queries]
+        return self.tokens.at[queries, pl.ds(pl.multiple_of(head, num_heads), num_heads)]
 
     # Attending.
 
@@ -193,7 +204,7 @@ class Attender:
         @pl.when(fetch.is_first == 1)
         def _() -> None:
             self._copy_queries(fetch, slot).wait()
-            self._begin_tile(slot)
+            self._begin_tile(fetch, slot)
 
         @pl.when(fetch.is_last == 1)
         def _() -> None:
@@ -214,7 +225,7 @@ class Attender:
         def _() -> None:
             self._end_tile(fetch)
 
-    def _begin_tile(self, slot: jax.Array) -> None:
+    def _begin_tile(self, fetch: _Fetch, slot: jax.Array) -> None:
         """Folds the queries of each KV head into the rows of one matrix, and starts their softmax."""
         problem, tile = self.problem, self.blocks.tile_queries
         head_size = self.queries.shape[3]
@@ -239,7 +250,8 @@ class Attender:
         if self.sinks is not None:
             for head in range(problem.num_heads):
                 kv_head, member = divmod(head, problem.group)
-                self.peak[kv_head, pl.ds(member * tile, tile)] = jnp.full((tile, LANES), self.sinks[head] * LOG2_E)
+                sink = self.sinks[fetch.head + head] * LOG2_E
+                self.peak[kv_head, pl.ds(member * tile, tile)] = jnp.full((tile, LANES), sink)
 
     def _end_tile(self, fetch: _Fetch) -> None:
         """Divides by the softmax's denominator and starts writing the outputs."""
@@ -269,7 +281,7 @@ class Attender:
 
             lax.fori_loop(0, tile // FOLD, unfold, None)
         self.sent[slot] = fetch.num_queries
-        self._copy_outputs(fetch.token, fetch.num_queries, slot).start()
+        self._copy_outputs(fetch.token, fetch.num_queries, fetch.head, slot).start()
 
     def _folded_rows(self, index: jax.Array) -> Iterator[tuple[int, int, Any]]:
         """Yields each query head, its KV head, and the rows of the `index`-th `FOLD` queries in that head's matrix."""
@@ -278,8 +290,8 @@ class Attender:
             first = member * self.blocks.tile_queries + index * FOLD
             yield head, kv_head, pl.ds(pl.multiple_of(first, FOLD), FOLD)
 
-    def _copy_outputs(self, token: Scalar, num_queries: jax.Array, slot: jax.Array) -> Any:
-        source, target = self.outputs.at[slot, pl.ds(0, num_queries)], self.tokens.at[pl.ds(token, num_queries)]
+    def _copy_outputs(self, token: Scalar, num_queries: jax.Array, head: Scalar, slot: jax.Array) -> Any:
+        source, target = self.outputs.at[slot, pl.ds(0, num_queries)], self._tile_tokens(token, num_queries, head)
         return pltpu.make_async_copy(source, target, self.written.at[slot])
 
     def _wait_sent(self, slot: jax.Array) -> None:
@@ -289,7 +301,7 @@ class Attender:
         @pl.when(num_queries > 0)
         def _() -> None:
             # To wait, only the number of tokens matters.
-            self._copy_outputs(0, num_queries, slot).wait()
+            self._copy_outputs(0, num_queries, 0, slot).wait()
             self.sent[slot] = 0
 
     def _for_kv_heads(self, do: Callable[[jax.Array, None], None]) -> None:
@@ -365,7 +377,7 @@ class Attender:
             else:
                 logits = jnp.tanh(logits * (self.scale / self.soft_cap)) * (self.soft_cap * LOG2_E)
             if self.slopes is not None:
-                logits = logits - _lanes(self._slopes_of(head), tokens) * distance.astype(jnp.float32)
+                logits = logits - _lanes(self._slopes_of(fetch.head, head), tokens) * distance.astype(jnp.float32)
             if masks:
                 logits = jnp.where((distance >= 0) & (distance < self.window), logits, MASKED)
             old_peak = self.peak[head]
@@ -382,14 +394,14 @@ class Attender:
 
         self._for_kv_heads(attend_head)
 
-    def _slopes_of(self, kv_head: jax.Array) -> jax.Array:
+    def _slopes_of(self, first_head: jax.Array, kv_head: jax.Array) -> jax.Array:
         """Returns the slopes of the rows of a KV head's matrix, f32[M, 128], for logits in units of log 2."""
         assert self.slopes is not None
         group, shape = self.problem.group, self.peak.shape[1:]
-        row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        slopes = jnp.full(shape, self.slopes[kv_head * group] * LOG2_E)
+        row, first = lax.broadcasted_iota(jnp.int32, shape, 0), first_head + kv_head * group
+        slopes = jnp.full(shape, self.slopes[first] * LOG2_E)
         for member in range(1, group):
-            slope = self.slopes[kv_head * group + member] * LOG2_E
+            slope = self.slopes[first + member] * LOG2_E
             slopes = jnp.where(row >= member * self.blocks.tile_queries, slope, slopes)
         return slopes
 

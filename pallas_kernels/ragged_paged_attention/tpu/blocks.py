@@ -45,6 +45,10 @@ class Problem:
     kv_dtype: str  # of the pages
     latent_size: int | None = None  # of values that are the end of their keys
 
+    def part(self, blocks: "Blocks") -> "Problem":
+        """Returns what is attended at a time: one part of the query heads."""
+        return replace(self, num_heads=self.num_heads // blocks.head_parts)
+
     @property
     def group(self) -> int:
         """The number of query heads of one KV head."""
@@ -87,21 +91,24 @@ class Blocks:
     fetch_pages: int  # copied and waited for together
     step_pages: int  # in one step of the online softmax
     slots: int  # fetches in VMEM: one attended to, the others on their way
+    head_parts: int = 1  # of the query heads of the only KV head, each of which reads the pages for itself
 
     def __post_init__(self) -> None:
         if self.tile_queries < 1 or self.tile_queries & (self.tile_queries - 1) or self.slots < 2:
             raise ValueError(f"{self}: a tile must be a power of two, and slots at least two")
         if self.step_pages < 1 or self.fetch_pages < 1 or self.fetch_pages % self.step_pages:
             raise ValueError(f"{self}: fetch_pages must be a multiple of step_pages")
+        if self.head_parts < 1 or self.head_parts & (self.head_parts - 1) or self.head_parts > self.tile_queries:
+            raise ValueError(f"{self}: head_parts must be a power of two, at most tile_queries")
 
     def tile_rows(self, problem: Problem) -> int:
         """Returns the rows of a KV head's query tile: its query heads times the queries, up to whole registers."""
-        return -(-problem.group * self.tile_queries // 8) * 8
+        return -(-problem.part(self).group * self.tile_queries // 8) * 8
 
     def vmem_bytes(self, problem: Problem) -> int:
         """Returns the VMEM of the stage: pages, queries, outputs, the softmax of all heads, and one head's logits."""
         width, itemsize = problem.key_columns, jnp.dtype(problem.dtype).itemsize
-        queries = self.tile_queries * -(-problem.num_heads // 8) * 8 * width
+        queries = self.tile_queries * -(-problem.part(self).num_heads // 8) * 8 * width
         rows = problem.num_kv_heads * self.tile_rows(problem)
         # These are logits, weights in two dtypes, and the distances for the mask.
         logits = 4 * 4 * self.tile_rows(problem) * self.step_pages * problem.page_size
@@ -149,11 +156,17 @@ def write_tokens(problem: Problem, chip: TpuChip) -> int:
 
 
 def _smaller(blocks: Blocks, problem: Problem) -> Blocks:
-    """Returns the next smaller sizes: it first fetches less ahead, then takes a smaller tile, then smaller steps."""
+    """Returns the next smaller sizes: it first fetches less ahead, then takes a smaller tile, of fewer queries and then
+    of fewer heads, then smaller steps."""
     if (steps := blocks.fetch_pages // blocks.step_pages) > 1:
         return replace(blocks, fetch_pages=blocks.step_pages * (steps // 2))
     if blocks.tile_queries > VERIFY_QUERIES:
         return replace(blocks, tile_queries=blocks.tile_queries // 2)
+    # More than TILE_ROWS keep the matrix units busy for longer than a page takes to come, so it may come once for each
+    # part of them. Parts are copied as whole registers of 16 heads.
+    heads = problem.part(blocks).num_heads
+    if blocks.tile_rows(problem) > TILE_ROWS and blocks.tile_queries > 1 == problem.num_kv_heads and heads % 32 == 0:
+        return replace(blocks, head_parts=2 * blocks.head_parts)
     if blocks.step_pages * problem.page_size > LANES:
         return replace(blocks, fetch_pages=blocks.step_pages // 2, step_pages=blocks.step_pages // 2)
     raise NotImplementedError(

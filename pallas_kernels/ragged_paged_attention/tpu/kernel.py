@@ -161,8 +161,9 @@ def _kernel(
         return Walk(rows, tables, **scratch["walk"])
 
     def attend_rows(stage: Stage, least: int, most: int, merger: Merger | None = None) -> None:
+        blocks = stages.blocks[stage]
         Attender(
-            stages.problem, stages.blocks[stage], scale, soft_cap, walk(least, most), merger, layer, window,
+            stages.problem.part(blocks), blocks, scale, soft_cap, walk(least, most), merger, layer, window,
             sinks, slopes, tokens, pages, **scratch[stage],
         ).run()  # fmt: skip
 
