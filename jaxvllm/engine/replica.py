@@ -36,7 +36,7 @@ MAX_REPORTS = 1024
 
 
 @dataclass(frozen=True)
-class _Planned:
+class _PlannedStep:
     """A step that is to be dispatched, and what the host has noted about it."""
 
     plan: StepPlan
@@ -140,7 +140,7 @@ class Replica:
         planned = self.plan(outputs)
         self.started(planned, None if planned is None else self.runner.dispatch(planned.plan))
 
-    def plan(self, outputs: OutputProcessor) -> _Planned | None:
+    def plan(self, outputs: OutputProcessor) -> _PlannedStep | None:
         """Decides what the next step computes, and returns it, if there is one. `started` must follow."""
         start = time.monotonic()
         programs = self.runner.programs
@@ -156,9 +156,9 @@ class Replica:
         outputs.scheduled(plan)
         if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan, num_decoding):
             plan = replace(plan, is_blind=True)
-        return _Planned(plan, self._recorder.begin(plan, self.scheduler), start)
+        return _PlannedStep(plan, self._recorder.begin(plan, self.scheduler), start)
 
-    def started(self, planned: _Planned | None, step: InFlight | HeldStep | None) -> None:
+    def started(self, planned: _PlannedStep | None, step: InFlight | HeldStep | None) -> None:
         """Takes note of the step that was dispatched as `plan` has returned it, or that there was none."""
         if planned is not None:
             assert step is not None

@@ -78,7 +78,10 @@ def expected(directory: Path) -> list[Any]:
         return answers(llm)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("2x1", marks=pytest.mark.slow), "2x2", "2x4"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("2x1", marks=pytest.mark.slow), "2x2", pytest.param("2x4", marks=pytest.mark.slow)],
+)
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     with rare_programs(on_demand=False):
         llm = tiny_llm(directory, mesh=request.param, **SHARED, **OPTIONS)
