@@ -147,7 +147,8 @@ ALONE = ModelAxis()
 class StageAxis:
     """The mesh axis over which the layers of a model are divided, inside `jax.shard_map`. With size 1 nothing is sent.
 
-    Between stages there is no other message than the activations that `pass_on` sends.
+    Between stages there is no other message than the activations that `pass_on` sends, and, where loads of experts are
+    counted, their `sum`.
     """
 
     size: int = 1
@@ -156,6 +157,14 @@ class StageAxis:
     def index(self) -> jax.Array:
         """The number of this device's stage."""
         return jax.lax.axis_index(STAGE)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Returns the sum over all stages on each of them, by an all-reduce."""
+        return jax.lax.psum(x, STAGE)
+
+    def first(self, count: int) -> jax.Array | int:
+        """Returns where this stage's share begins in an axis of which each stage has `count`."""
+        return 0 if self.size == 1 else self.index * count
 
     def pass_on(self, x: jax.Array, axis: ModelAxis) -> jax.Array:
         """Returns the x [T, E] of the stage before, by a collective-permute; in the first stage that of the last.

@@ -27,6 +27,8 @@ _PLANNED = (
     "memory_utilization",
     "quantization",
     "enable_expert_parallel",
+    "enable_eplb",
+    "eplb_config",
 )
 
 

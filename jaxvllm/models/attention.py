@@ -114,19 +114,24 @@ class GroupedQueryAttention:
     # All outputs of a query head are multiplied by this function of one gate (Laguna, Step 3.7). None: by nothing.
     head_gating: Literal["softplus", "sigmoid"] | None = None
     in_chunks: bool = False  # the window is a chunk: it begins at a multiple of its size, and not at a token's distance
+    # Queries are projections of a normed vector of this size, which all heads share (Step 3). None: of what is read.
+    q_rank: int | None = None
     has_sinks: bool = False  # each query head has one more logit, which takes weight and has no value
     # What a logit of each query head, those of all devices, loses with each position between its key and its query
     # (ALiBi, arXiv 2108.12409).
     slopes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale qkv_limit")
+        require_positive(
+            self, "hidden_size num_heads num_kv_heads head_size scale soft_cap v_size v_scale qkv_limit q_rank"
+        )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.v_size is not None and self.v_size > self.head_size:
             raise ValueError(f"values of size {self.v_size} must not be larger than keys, of size {self.head_size}")
         if self.slopes is not None and len(self.slopes) % self.num_heads:
             raise ValueError(f"slopes must be one number for each of {self.num_heads} query heads: {self.slopes}")
+        assert self.q_rank is None or not self.gated, "no model has both"
 
     @property
     def keeps(self) -> bool:
@@ -144,12 +149,23 @@ class GroupedQueryAttention:
     def qkv(self) -> Linear:
         """The projection to, for each KV head, its G query heads, and its key and its value where it has them.
 
-        Where outputs are gated, a gate follows each query head.
+        Where outputs are gated, a gate follows each query head. With `q_rank` there are no query heads.
         """
         K, D, own = self.num_kv_heads, self.head_size, _OWN[self.kv]
-        heads = HeadGroups(self.group_size, D * self._query_parts, own * D)
+        heads = HeadGroups(self.group_size, D * self._query_parts if self.q_rank is None else 0, own * D)
         shape, axes = (K, heads.group * heads.size + heads.own, self.hidden_size), ("kv_heads", None, "embed")
         return Linear(shape, axes, self.qkv_bias, heads)
+
+    @property
+    def q_latent(self) -> Linear:
+        """The projection to what all query heads share. Every device has all of it."""
+        return Linear((self.q_rank or 0, self.hidden_size), (None, "embed"))
+
+    @property
+    def q(self) -> Linear:
+        """The projection of that to the query heads."""
+        shape = self.num_kv_heads, self.group_size * self.head_size, self.q_rank or 0
+        return Linear(shape, ("kv_heads", None, None), heads=HeadGroups(self.group_size, self.head_size, 0))
 
     @property
     def _query_parts(self) -> int:
@@ -172,6 +188,9 @@ class GroupedQueryAttention:
     def declare(self) -> dict[str, ParamDecl]:
         K, G, D = self.num_kv_heads, self.group_size, self.head_size
         decls = self.qkv.declare("qkv") | self.o.declare("o")
+        if self.q_rank is not None:
+            decls |= self.q_latent.declare("q_latent") | self.q.declare("q")
+            decls |= self.norm.declare("q_latent_norm", (self.q_rank,), (None,))
         if self.head_gating is not None:
             decls |= self.head_gates.declare("head_gates")
         if self.qk_norm == "head":
@@ -239,7 +258,10 @@ class GroupedQueryAttention:
         """Returns q [T, H, D], k and v [T, K, D] of x [T, E], with q and k normed and rotated, and gates [T, H, D]."""
         T, K, D, own = x.shape[0], self.num_kv_heads, self.head_size, _OWN[self.kv]
         G, gate = self.group_size * self._query_parts, None
-        qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, G + own, D)
+        qkv = self.qkv.apply(weights, "qkv", x).reshape(T, K, -1, D)
+        if self.q_rank is not None:
+            latent = self.norm.apply(weights, "q_latent_norm", self.q_latent.apply(weights, "q_latent", x))
+            qkv = jnp.concatenate([self.q.apply(weights, "q", latent).reshape(T, K, G, D), qkv], axis=2)
         if self.qkv_limit is not None:
             qkv = jnp.clip(qkv, -self.qkv_limit, self.qkv_limit)
         q = qkv[:, :, :G]

@@ -99,10 +99,50 @@ def run_layers[Kv](
     is_real: jax.Array | None = None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
-    """Returns x [T, E] after all layers, the states [N, T, E] after the first `depths[n]` layers, and the cache.
+    """Returns x [T, E] after all layers, and what `run_part` returns beside it."""
+    x = begin_layers(params, spec, x)
+    ways = attend, axis, depths, embeddings, recur, is_real, count
+    x, states, kv = run_part(params, spec, x, positions, kv, *ways)
+    return end_layers(params, spec, x), states, kv
 
-    A token with several states has the first of them there. `is_real` bool[T] is False for padding, which may be
-    computed or not. `count` gets the experts i32[T, k] that tokens have chosen, and the number of the layer.
+
+def begin_layers(params: Params, spec: ModelSpec, x: jax.Array) -> jax.Array:
+    """Returns what the first layer is given for x [T, E]: the same, or of each token all that layers hand on [T, A, E].
+
+    The first of these A is the hidden state. The others are further states, or what a layer returns late.
+    """
+    if spec.states is not None:
+        return spec.states.begin(params, x)
+    return jnp.stack([x, jnp.zeros_like(x)], axis=1) if spec.is_with_late else x
+
+
+def end_layers(params: Params, spec: ModelSpec, x: jax.Array) -> jax.Array:
+    """Returns x [T, E] of what the last layer has returned."""
+    if spec.states is not None:
+        return spec.states.end(params, x)
+    return x[:, 0] if spec.is_with_late else x
+
+
+def run_part[Kv](
+    params: Params,
+    spec: ModelSpec,
+    x: jax.Array,
+    positions: jax.Array,
+    kv: Kv,
+    attend: Attend[Kv],
+    axis: ModelAxis,
+    depths: tuple[int, ...],
+    embeddings: jax.Array | None,
+    recur: Recur[Kv],
+    is_real: jax.Array | None,
+    count: Callable[[Kv, jax.Array, Scalar], Kv] | None,
+) -> tuple[jax.Array, jax.Array, Kv]:
+    """Returns what the layers of a stage hand on, the states [N, T, E] after the first `depths[n]`, and the cache.
+
+    x  # [T, E], or [T, A, E]: what the layer before them has handed on, see `begin_layers`
+    embeddings  # [L, T, P]: of these layers, what the tokens mean to each alone
+    `is_real` bool[T] is False for padding, which may be computed or not. `count` gets the experts i32[T, k] that tokens
+    have chosen, and the number of the layer among these.
     """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
@@ -135,22 +175,16 @@ def run_layers[Kv](
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:
-            states = states.at[jnp.asarray(places)[number + 1]].set(x if x.ndim == 2 else x[:, 0], mode="drop")
+            states = states.at[jnp.asarray(places)[number + 1]].set(hidden_of(x), mode="drop")
         return x, states, kv
 
-    states = jnp.zeros((len(depths), *x.shape), x.dtype)
+    def hidden_of(x: jax.Array) -> jax.Array:
+        return x if x.ndim == 2 else x[:, 0]
+
+    states = jnp.zeros((len(depths), *hidden_of(x).shape), x.dtype)
     if 0 in depths:
-        states = states.at[places[0]].set(x)
-    if spec.states is not None:
-        x = spec.states.begin(params, x)
-    elif spec.is_with_late:
-        x = jnp.stack([x, jnp.zeros_like(x)], axis=1)
-    x, states, kv = over_layers(layer_step, (x, states, kv), params["layers"], spec)
-    if spec.states is not None:
-        x = spec.states.end(params, x)
-    elif spec.is_with_late:
-        x = x[:, 0]
-    return x, states, kv
+        states = states.at[places[0]].set(hidden_of(x))
+    return over_layers(layer_step, (x, states, kv), params["layers"], spec)
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

@@ -103,7 +103,9 @@ class ExpertsFfn(ChoosingFfn):
         return self._of_experts((self.hidden_size, self.size), (experts, "embed", ffn))
 
     def _of_experts(self, shape: tuple[int, ...], axes: tuple[str | None, ...], bias: bool = False) -> Linear:
-        return Linear((self.num_held, *shape), axes, bias, chosen=(self.router.top_k, self.router.num_experts))
+        # Tokens take the copies of an expert in turn.
+        chosen = self.router.top_k, self.router.num_experts + self.num_slots - self._num_real
+        return Linear((self.num_held, *shape), axes, bias, chosen=chosen)
 
     @property
     def shared_gate(self) -> Linear:

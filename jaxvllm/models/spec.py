@@ -72,8 +72,10 @@ class ModelSpec:
                 raise ValueError(f"layer {number} cannot read layer {layer.reads}: it must be an earlier one like it")
 
     def part(self, numbers: range) -> Self:
-        """Returns the spec of a stage, which has the layers with these numbers only."""
-        return replace(self, layers=self.layers[numbers.start : numbers.stop], part_of=self)
+        """Returns the spec of a stage, which has the layers with these numbers only, and those that they read."""
+        own = self.layers[numbers.start : numbers.stop]
+        layers = (one if one.reads is None else replace(one, reads=one.reads - numbers.start) for one in own)
+        return replace(self, layers=tuple(layers), part_of=self)
 
     @property
     def whole(self) -> "ModelSpec":

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Self
 
 from jax.sharding import Mesh
 
 from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.stage_cuts import beginnings, divided
 from sharding.mesh import MeshShape
 from sharding.rules import MODEL, STAGE
 
@@ -28,8 +28,9 @@ class Spread:
     So 28 query heads over 4 KV heads run on 8 devices, as 32 over 8. Unsampled rows fill up the vocabulary.
 
     Stages have as many layers as each other, or the later ones one fewer: 27 layers in two stages are 14 and 13. They
-    may be of any kinds. An array over all devices has equal parts, so where one stage has more layers of a kind than
-    another, the other has as much memory for them, which stays empty.
+    may be of any kinds. But layers that read what another layer keeps, or what its index has chosen, are in its stage.
+    An array over all devices has equal parts, so where one stage has more layers of a kind than another, the other has
+    as much memory for them, which stays empty.
     """
 
     spec: ModelSpec
@@ -44,20 +45,14 @@ class Spread:
                 raise ValueError(f"{problem}: use a mesh of {meshes}, or leave enable_expert_parallel out")
             meshes = ", ".join(f"1x{size}" for size in works)
             raise ValueError(f"{problem}: use a mesh of {meshes}, or as many replicas (DxM) as you like")
-        shares = self.spec.shares_memory or self.spec.shared_choice is not None
-        if self.stages > 1 and (shares or self.spec.layer_embedding is not None):
-            raise ValueError(
-                "layers that read another layer's keys and values, or what its index has chosen, or have embeddings of "
-                "their own, cannot be divided among stages: use a mesh of DxM"
-            )
-        if self.stages > 1 and self.spec.is_with_late:
-            raise ValueError("layers in pairs cannot be divided among stages: use a mesh of DxM")
-        if self.stages > self.spec.num_layers:
-            counts = (count for count in _COMMON_SIZES if count <= self.spec.num_layers)
-            works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
+        begins = len(beginnings(self.spec.layers))
+        if self.stages > begins:
+            counts = (count for count in _COMMON_SIZES if count <= begins)
+            meshes = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
+            alone = "" if begins == self.spec.num_layers else ", with all layers that it reads from"
             raise ValueError(
                 f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
-                f"some: use a mesh of {works}"
+                f"some{alone}: use a mesh of {meshes}"
             )
 
     @classmethod
@@ -81,9 +76,7 @@ class Spread:
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
         """The numbers of the layers of each stage."""
-        each, more = divmod(self.spec.num_layers, self.stages)
-        ends = [stage * each + min(stage, more) for stage in range(self.stages + 1)]
-        return tuple(range(first, end) for first, end in pairwise(ends))
+        return divided(beginnings(self.spec.layers), self.spec.num_layers, self.stages)
 
     def of_stages(self, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Returns those of `layers` that each stage has."""

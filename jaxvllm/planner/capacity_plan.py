@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from jaxvllm.models.params import num_parameters
 from jaxvllm.planner.compiler import Findings, Refusal, compile_in_child
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.device_memory import Memory
@@ -92,7 +91,7 @@ def make_plan(question: Question) -> CapacityPlan | Refusal:
         device=deployment.device,
         dtype=deployment.dtype,
         attention=deployment.backend.kind,
-        num_parameters=num_parameters(deployment.spec),
+        num_parameters=deployment.num_parameters,
         fits=fits,
         memory=memory,
         findings=findings,

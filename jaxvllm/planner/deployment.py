@@ -15,6 +15,7 @@ from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.params import num_parameters
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -48,6 +49,7 @@ class Deployment:
     page_size: int
     quantization: str | None = None
     enable_expert_parallel: bool = False
+    num_redundant_experts: int | None = None  # slots beyond one for each expert; None: experts do not move
 
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
@@ -72,12 +74,20 @@ class Deployment:
             page_size=resolved.page_size,
             quantization=resolved.quantization,
             enable_expert_parallel=config.enable_expert_parallel,
+            num_redundant_experts=None if config.eplb is None else config.eplb.num_redundant_experts,
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """The weights of the model, without copies of experts."""
+        return num_parameters(model_spec(self.hf_config, self.max_model_len))
 
     @cached_property
     def spec(self) -> ModelSpec:
         spec = model_spec(self.hf_config, self.max_model_len)
-        return by_expert(spec, num_replicas=self.replicas) if self.enable_expert_parallel else spec
+        if not self.enable_expert_parallel:
+            return spec
+        return by_expert(spec, self.num_redundant_experts, num_replicas=self.replicas)
 
     @cached_property
     def spread(self) -> Spread:
@@ -156,6 +166,7 @@ class Deployment:
             max_pages=self.max_pages,
             dtype=jnp.dtype(self.page_dtype),
             step_tokens=self.max_num_batched_tokens,
+            counts_loads=self.num_redundant_experts is not None,
         )
 
     def pool_bytes(self, num_pages: int) -> int:

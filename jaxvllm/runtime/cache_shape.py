@@ -101,7 +101,7 @@ class CacheShape:
             if memory.seeing(group.window) == group.memory
         }
         for number, layer in enumerate(spec.layers):
-            for memory in layer.memories:
+            for memory in layer.memories if layer.reads is None else ():
                 layers[numbers[memory]].append(number)
         return tuple(replace(group, layers=tuple(own)) for group, own in zip(of_model, layers, strict=True))
 

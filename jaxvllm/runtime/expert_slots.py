@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvllm.core.expert_placement import Ints, SlotChange, exchanges, experts_in, slots_of
+from jaxvllm.core.expert_placement import NOTHING, Ints, SlotChange, exchanges, experts_in, slots_of
 from jaxvllm.models.experts import SLOTS, ExpertsFfn
-from jaxvllm.models.params import Params, declare_layer, layer_stacks
+from jaxvllm.models.params import LayerStack, Params, declare_layer, layer_stacks, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.recipe import Recipe
-from sharding.axis import ModelAxis, ReplicaAxis
-from sharding.rules import DATA, MODEL
+from sharding.axis import ModelAxis, ReplicaAxis, StageAxis
+from sharding.rules import DATA, MODEL, STAGE
 
 # Changes that one call of the program makes: each is a turn of a loop, so that the calls are few.
 CHANGE_BATCH = 32
@@ -38,7 +38,7 @@ class ExpertSlots:
         self._axes = ReplicaAxis(mesh.shape[DATA]), ModelAxis(mesh.shape[MODEL])
         self.num_devices = mesh.shape[DATA] * mesh.shape[MODEL]  # that have slots: those of all replicas of the mesh
         self.held: dict[int, Ints] = {}  # the expert in each slot of each layer, i32[slots]
-        self._whole = spread.whole
+        self._spread, self._whole = spread, spread.whole
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self.read(params)
         self._programs: dict[ExpertsFfn, Any] = {}
@@ -69,10 +69,10 @@ class ExpertSlots:
         self.held[number] = wanted
         changed = {where[name][0]: array for name, array in zip(names, arrays, strict=True)}
         key, place = where[SLOTS]
-        changed[key] = jax.device_put(self._table(number, key, place), self._everywhere)
+        changed[key] = jax.device_put(self._table(number, key, place, layers[key].shape), layers[key].sharding)
         return _with_layer(params, number, layers | changed)
 
-    def _table(self, number: int, key: str, place: int | None) -> Ints:
+    def _table(self, number: int, key: str, place: int | None, shape: tuple[int, ...]) -> Ints:
         """Returns the array of slots of a layer, or those of all layers in its stack."""
 
         def of(layer: int) -> Ints:
@@ -80,7 +80,12 @@ class ExpertSlots:
             assert ffn.most_copies is not None, "the layer has slots"
             return slots_of(self.held[layer], ffn.router.num_experts, ffn.most_copies)
 
-        return of(number) if place is None else np.stack([of(layer) for layer in layer_stacks(self._whole)[key].layers])
+        if place is None:
+            return of(number)
+        table, stack = np.full(shape, NOTHING, np.int32), layer_stacks(self._whole)[key]
+        for layer in stack.layers:
+            table[self._place(stack, layer)] = of(layer)
+        return table
 
     def _names(self, number: int) -> list[str]:
         """Returns the names of the arrays whose first dimension are slots."""
@@ -92,10 +97,16 @@ class ExpertSlots:
         if isinstance(params["layers"], list):
             return {name: (name, None) for name in names}
         return {
-            stack.name: (key, stack.layers.index(number))
+            stack.name: (key, self._place(stack, number))
             for key, stack in layer_stacks(self._whole).items()
             if stack.name in names and number in stack.layers
         }
+
+    def _place(self, stack: LayerStack, number: int) -> int:
+        """Returns the place of a layer in a stack, in which each stage has room for as many layers."""
+        of_stages = self._spread.of_stages(stack.layers)
+        [place] = [stage * most(of_stages) + own.index(number) for stage, own in enumerate(of_stages) if number in own]
+        return place
 
     def _recipe(self, params: Params, number: int, mesh: Mesh) -> Recipe:
         where, names = self._where(params, number), self._names(number)
@@ -105,7 +116,8 @@ class ExpertSlots:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere)
             for x in (np.zeros(len(names), np.int32), _packed(()))
         ]
-        run = partial(change_slots, axes=self._axes, is_stacked=isinstance(params["layers"], dict))
+        stages = StageAxis(mesh.shape[STAGE])
+        run = partial(change_slots, axes=self._axes, stages=stages, is_stacked=isinstance(params["layers"], dict))
         out_specs = jax.tree.map(lambda x: x.sharding.spec, arrays) if mesh.size > 1 else None
         return Recipe(run, (arrays, *numbers), mesh, donates=(0,), out_specs=out_specs)
 
@@ -138,18 +150,20 @@ def change_slots(
     changes: jax.Array,
     *,
     axes: tuple[ReplicaAxis, ModelAxis],
+    stages: StageAxis,
     is_stacked: bool,
 ) -> list[Any]:
     """Makes changes of slots i32[CHANGE_BATCH, 3], one after the other, in the arrays of one layer, which are donated.
 
     arrays  # trees of [slots, ..], or of stacks [L, slots, ..] in which the layer has `places` i32[arrays]
     Inside shard_map each device has its share of the slots. It sends two experts and takes at most two in a change.
+    Each stage has its part of a stack, and those without the layer exchange zeros and change nothing.
     """
     held = arrays if is_stacked else jax.tree.map(lambda x: x[None], arrays)
 
     def one(i: jax.Array, held: list[Any]) -> list[Any]:
         def change(place: jax.Array, tree: Any) -> Any:
-            return jax.tree.map(lambda x: _changed(x, place, changes[i], *axes), tree)
+            return jax.tree.map(lambda x: _changed(x, place - stages.first(len(x)), changes[i], *axes), tree)
 
         return [change(places[number], tree) for number, tree in enumerate(held)]
 
@@ -159,15 +173,17 @@ def change_slots(
 
 
 def _changed(x: jax.Array, place: jax.Array, change: jax.Array, replicas: ReplicaAxis, axis: ModelAxis) -> jax.Array:
-    """Returns x [L, slots of this device, ..] after one change in layer `place`."""
+    """Returns x [L, slots of this device, ..] after one change in layer `place`, which may be none of these."""
     num_slots = x.shape[1]
     first = replicas.first(axis.size * num_slots) + axis.first(num_slots)
+    is_own = (place >= 0) & (place < len(x))
+    place = jnp.clip(place, 0, len(x) - 1)
     source, to, back = change
     corner = (0,) * (x.ndim - 2)
 
     def at(slot: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
         own = slot - first
-        return (own >= 0) & (own < num_slots), (place, jnp.clip(own, 0, num_slots - 1), *corner)
+        return is_own & (own >= 0) & (own < num_slots), (place, jnp.clip(own, 0, num_slots - 1), *corner)
 
     def read(slot: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
         is_here, index = at(slot)

@@ -29,7 +29,7 @@ class Kept(NamedTuple):
 
     pages: of each group
     taken: what the states of layers did not take in yet
-    chosen: the positions that the last index has chosen, where a layer after its own reads them
+    chosen: the positions that the last index of the layers has chosen, where a layer after its own reads them
     loads: u32[L, X], how many tokens have chosen each expert of each layer, where they are counted
     """
 
@@ -110,7 +110,7 @@ class LayerCache:
 
     @property
     def begin(self) -> Kept:
-        """Returns what the first layer is given: the pages, and no token taken in and no position chosen."""
+        """Returns what the layers begin with: the pages, and no token taken in."""
         taken: TakenIn = {}
         for number, group in enumerate(self.groups):
             if self.most_drafted is not None and isinstance(group.memory, StateMemory):
@@ -118,15 +118,17 @@ class LayerCache:
                 parts = group.memory.rule.taken_parts
                 taken[number] = {name: jnp.zeros((*each, *part), jnp.float32) for name, part in parts.items()}
         loads = None if (shape := self.shape.loads(self.spec)) is None else shape.zeros()
-        return Kept(self.pages, taken, self._no_choice, loads)
+        return Kept(self.pages, taken, None, loads)
 
-    @cached_property
-    def _no_choice(self) -> ChosenPositions | None:
-        """The choice before any index: no position. None: no layer reads another's choice, or all see everything."""
+    def without_choice(self, kept: Kept) -> Kept:
+        """Returns what the first layer is given: no index has chosen yet.
+
+        That is no position, or None where no layer reads another's choice, or all see everything.
+        """
         top_k = self.spec.shared_choice
         if top_k is None or not must_choose(top_k, self._rows_of[0], self.pages[0]):
-            return None
-        return ChosenPositions(jnp.full((len(self.rows.token_rows), top_k), -1, jnp.int32))
+            return kept._replace(chosen=None)
+        return kept._replace(chosen=ChosenPositions(jnp.full((len(self.rows.token_rows), top_k), -1, jnp.int32)))
 
     def count(self, kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
         """Counts the experts i32[T, k] that the tokens of the step have chosen in layer `number`."""

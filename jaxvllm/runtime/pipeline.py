@@ -65,25 +65,32 @@ class Pipeline:
 
     def compute[Kv](
         self,
-        layers: Callable[[jax.Array, RaggedRows, Kv], tuple[jax.Array, Kv]],
+        layers: Callable[[jax.Array, jax.Array | None, RaggedRows, Kv], tuple[jax.Array, Kv]],
         x: jax.Array,
+        embeddings: jax.Array | None,
         rows: RaggedRows,
         kv: Kv,
         axis: ModelAxis,
         is_whole: bool,
     ) -> tuple[jax.Array, Kv]:
-        """Returns x [T, E] after the layers of all stages, on each of them, and the cache of this stage's layers.
+        """Returns x [T, ..] after the layers of all stages, on each of them, and the cache of this stage's layers.
 
-        layers: computes this stage's layers for a part of x and of the rows, and writes their keys and values
+        layers: computes this stage's layers for a part of x, of `embeddings` and of the rows, and writes their keys
+            and values
+        embeddings  # [L, T, P]: what the tokens mean to each layer of the model alone, where it has that
         axis: the devices of a stage, which have the same x
         is_whole: whether the step must be one microbatch
         A row's tokens pass a stage in their order, so each finds the keys and values of those before it.
         """
+        shape = x.shape[1:]
         num_tokens, num_rows = len(x), len(rows.kv_lens)
         count = 1 if is_whole else self.num_microbatches(num_tokens, num_rows)
         size, begins = self.room(count, num_tokens, num_rows), self.begins(rows, count)
         stage, last = self.stages.index, self.stages.size - 1
-        x = jnp.pad(x, ((0, size - num_tokens // count), (0, 0)))
+        more = size - num_tokens // count
+        x = jnp.pad(x.reshape(num_tokens, -1), ((0, more), (0, 0)))
+        if embeddings is not None:
+            embeddings = jnp.pad(embeddings, ((0, 0), (0, more), (0, 0)))
 
         def tick(now: jax.Array, carry: tuple[jax.Array, jax.Array, Kv]) -> tuple[jax.Array, jax.Array, Kv]:
             arrived, done, kv = carry
@@ -91,9 +98,11 @@ class Pipeline:
             # A stage that has nothing to do yet, or no more, computes padding: collectives within a stage need all.
             number = jnp.where((number >= 0) & (number < count), number, count)
             first, end = begins[number], begins[number + 1]
-            own = jax.lax.dynamic_slice_in_dim(x, first, size)
+            own = jnp.where(stage == 0, jax.lax.dynamic_slice_in_dim(x, first, size), arrived)
+            of_tokens = None if embeddings is None else jax.lax.dynamic_slice_in_dim(embeddings, first, size, axis=1)
             with jax.named_scope("stage"):
-                y, kv = layers(jnp.where(stage == 0, own, arrived), rows.part(first, end, size), kv)
+                y, kv = layers(own.reshape(size, *shape), of_tokens, rows.part(first, end, size), kv)
+            y = y.reshape(size, -1)
             arrived = self.stages.pass_on(y, axis)
             # What the last stage has computed arrives in the first. Before there is any, the place of the first
             # microbatch is filled with anything.
@@ -106,7 +115,7 @@ class Pipeline:
         _, done, kv = jax.lax.fori_loop(0, count + last, tick, begin)
         for hop in range(1, last):
             done = jnp.where(stage == hop, self.stages.pass_on(done, axis), done)
-        return done[:num_tokens], kv
+        return done[:num_tokens].reshape(num_tokens, *shape), kv
 
     def begins(self, rows: RaggedRows, count: int) -> jax.Array:
         """Returns the first token of each of `count` microbatches, i32[count + 2], and twice the end of the last."""

@@ -7,7 +7,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import embed_for_layers, embed_tokens, final_norm, run_layers
+from jaxvllm.models.decoder import begin_layers, embed_for_layers, embed_tokens, end_layers, final_norm, run_part
+from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -51,6 +52,13 @@ class StepModel:
         for stage, part in enumerate(self._spread.parts):
             parts[part] = (*parts.get(part, ()), stage)
         return parts
+
+    @property
+    def first_layer(self) -> Scalar:
+        """The number of the first layer of this device's stage."""
+        if self.pipeline.stages.size == 1:
+            return 0
+        return jnp.asarray([own.start for own in self._spread.stage_layers], jnp.int32)[self.pipeline.stages.index]
 
     @property
     def _spread(self) -> Spread:
@@ -115,33 +123,49 @@ def compute(
     def cache_of(part: ModelSpec, rows: RaggedRows, pages: KVCachePages) -> LayerCache:
         return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
 
-    def run(part: ModelSpec, x: jax.Array, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, jax.Array, Kept]:
+    first = model.first_layer
+
+    def run(
+        part: ModelSpec, x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept
+    ) -> tuple[jax.Array, jax.Array, Kept]:
         cache = cache_of(part, rows, kept.pages)
         cache.make_plans()
+
+        def count(kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
+            return cache.count(kept, chosen, first + number)
+
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real()
-        count = cache.count if model.shape.counts_loads else None
-        return run_layers(params, part, x, rows.positions, kept, *ways, count)
+        counting = count if model.shape.counts_loads else None
+        x, states, kept = run_part(params, part, x, rows.positions, cache.without_choice(kept), *ways, counting)
+        return x, states, kept._replace(chosen=None)
 
     kept = cache_of(shard, with_tables, own_pages).begin
+    x = begin_layers(params, shard, x)
     if model.pipeline.stages.size == 1:
-        x, states, kept = run(shard, x, with_tables, kept)
+        x, states, kept = run(shard, x, embeddings, with_tables, kept)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
-        assert not model.shape.counts_loads, "a stage would count the loads of its own layers alone"
 
-        def run_part(part: ModelSpec, rows: RaggedRows, before: tuple[jax.Array, Kept]) -> tuple[jax.Array, Kept]:
+        def run_stage(
+            part: ModelSpec, embeddings: jax.Array | None, rows: RaggedRows, before: tuple[jax.Array, Kept]
+        ) -> tuple[jax.Array, Kept]:
             x, kept = before
-            x, _, kept = run(part, x, rows, kept)
+            if embeddings is not None:
+                embeddings = jax.lax.dynamic_slice_in_dim(embeddings, first, part.num_layers)
+            x, _, kept = run(part, x, embeddings, rows, kept)
             return x, kept
 
-        def layers(x: jax.Array, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
+        def layers(x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
             for part, stages in model.parts.items():
-                x, kept = model.pipeline.only_on(stages, partial(run_part, part, rows), (x, kept))
+                x, kept = model.pipeline.only_on(stages, partial(run_stage, part, embeddings, rows), (x, kept))
             return x, kept
 
         # Drafts of a row that states look ahead at stay together.
-        x, kept = model.pipeline.compute(layers, x, with_tables, kept, model.axis, is_whole=bool(kept.taken))
+        x, kept = model.pipeline.compute(layers, x, embeddings, with_tables, kept, model.axis, bool(kept.taken))
         states = jnp.zeros((0, *x.shape), x.dtype)
+        if kept.loads is not None:
+            kept = kept._replace(loads=model.pipeline.stages.sum(kept.loads))
+    x = end_layers(params, shard, x)
     hidden = final_norm(params, shard, x)
     return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads), (*kept.pages, *others)
 

@@ -40,11 +40,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["1x2", "2x2"])
+@pytest.fixture(scope="module", params=["1x2", "2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     options = OPTIONS | {"mesh": request.param, "enable_expert_parallel": True, "enable_eplb": True}
     with ExitStack() as stack:
-        if request.param == "2x2":  # replicas that share experts; the other mesh has the program of bursts
+        if request.param != "1x2":  # which has the program of bursts; the others are replicas that share, and stages
             stack.enter_context(one_program())
         yield stack.enter_context(tiny_llm(directory, eplb_config=EPLB, **options))
 
@@ -129,8 +129,8 @@ def test_options_that_cannot_be(directory: Path, tmp_path: Path) -> None:
         EngineConfig(eplb_config="{}")
     with pytest.raises(ValueError, match="eplb_config num_redundant_experts must be .* from 0 to 65536, not -1"):
         EngineConfig(enable_expert_parallel=True, enable_eplb=True, eplb_config='{"num_redundant_experts": -1}')
-    with pytest.raises(NotImplementedError, match="are for an engine of one process and a mesh of DxM"):
-        EngineConfig(count_expert_loads=True, mesh="2x1x1")
+    with pytest.raises(NotImplementedError, match="are for an engine of one process"):
+        EngineConfig(count_expert_loads=True, num_processes=2, process_id=0, coordinator="localhost:1")
     options: dict[str, Any] = {"enable_expert_parallel": True, "enable_eplb": True}
     with pytest.raises(ValueError, match="6 experts and 3 redundant ones do not divide over 2 devices"):
         LLM(str(directory), mesh="1x2", eplb_config='{"num_redundant_experts": 3}', **options)

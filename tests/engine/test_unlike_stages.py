@@ -18,10 +18,13 @@ SIZES: dict[str, Any] = dict(
     max_num_seqs=8, row_buckets=(8,), max_num_batched_tokens=128, token_buckets=(128,), num_pages=129, dtype="float32"
 )
 # Two dense layers in one stage, and two with experts in the other. Two short convolutions and attention, and then one
-# of each.
+# of each. Four states of a token, layers that read others, and embeddings of layers. Choices of an index that others
+# read.
 CASES = [
     ("deepseek_v3", "2x1x1"),
     ("lfm2", "2x1x2"),
+    ("gemma3n", "2x1x1"),
+    ("glm_moe_dsa", "2x1x1"),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
@@ -31,6 +34,8 @@ CASES = [
             ("jamba", "2x1x2"),
             ("nemotron_h", "2x1x1"),  # the first stage has no attention
             ("gemma3", "3x1x1"),
+            ("gemma4", "2x1x2"),
+            ("longcat_flash", "4x1x1"),  # pairs of layers in two stages each
         )
     ),
 ]

@@ -27,7 +27,10 @@ FEW = ("gemma3", "olmo2", "phi3")
 
 
 def check(name: str, size: int, layout: Layout, directory: Path, *, is_by_expert: bool = False) -> None:
-    fixture = Fixture.load(name)
+    check_fixture(Fixture.load(name), size, layout, directory, is_by_expert=is_by_expert)
+
+
+def check_fixture(fixture: Fixture, size: int, layout: Layout, directory: Path, *, is_by_expert: bool = False) -> None:
     spec = model_spec(fixture.config, fixture.max_model_len)
     spec = by_expert(spec) if is_by_expert else spec
     spread, mesh = Spread(spec, size), make_mesh(MeshShape(1, size), jax.devices())

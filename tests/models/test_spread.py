@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from jaxvllm.models.layer_loops import layer_loops
 from jaxvllm.models.params import declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.stage_cuts import divided
 from tests.models.changed import changed, in_windows
 from tests.models.fixture import Fixture
 
@@ -135,16 +137,51 @@ def test_more_stages_than_layers_are_refused() -> None:
         Spread(layered(3), 2, 4)
 
 
-def test_layers_that_need_each_other_are_not_divided_among_stages() -> None:
-    for name in ("gemma4", "glm_moe_dsa"):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gemma4", [1, 6]),  # layers 4 to 6 read 1 and 3
+        ("gemma4-keys", [3, 3]),
+        ("gemma3n", [1, 6]),
+        ("glm_moe_dsa", [1, 3]),  # layers 2 and 3 attend to what the index of layer 1 has chosen
+        ("longcat_flash", [1, 1, 1, 1]),  # of which stages hand on what comes late
+    ],
+)
+def test_layers_that_read_others_are_in_the_stages_of_these(name: str, sizes: list[int]) -> None:
+    spec = model_spec(Fixture.load(name).config)
+    spread = Spread(spec, 1, len(sizes))
+    assert [part.num_layers for part in spread.parts] == sizes
+    for part, numbers in zip(spread.parts, spread.stage_layers, strict=True):
+        own = [spec.layers[number] for number in numbers]
+        assert [None if layer.reads is None else layer.reads + numbers.start for layer in part.layers] == [
+            layer.reads for layer in own
+        ]
+
+
+def test_stages_that_would_part_layers_from_those_they_read_are_refused() -> None:
+    for name in ("gemma4", "gemma3n", "glm_moe_dsa"):
         with pytest.raises(
-            ValueError, match="keys and values, or what its index has chosen, or have embeddings of their"
+            ValueError,
+            match="among 3 stages so that each stage has some, with all layers that it reads from: .* 1x1, 2x1x1$",
         ):
-            Spread(model_spec(Fixture.load(name).config), 1, 2)
-    with pytest.raises(ValueError, match="layers in pairs cannot be divided among stages"):
-        Spread(model_spec(Fixture.load("longcat_flash").config), 1, 2)
-    keys = model_spec(Fixture.load("gemma4-keys").config)
-    assert Spread(keys, 1, 2).parts[0].layers == keys.layers[:3]
+            Spread(model_spec(Fixture.load(name).config), 1, 3)
+
+
+@given(st.data())
+def test_no_other_division_has_a_smaller_largest_stage(data: st.DataObject) -> None:
+    num_layers = data.draw(st.integers(1, 14))
+    more = data.draw(st.sets(st.integers(1, num_layers - 1)) if num_layers > 1 else st.just(set()))
+    begins = (0, *sorted(more))
+    stages = data.draw(st.integers(1, len(begins)))
+    found = divided(begins, num_layers, stages)
+    assert [number for own in found for number in own] == list(range(num_layers))
+    assert len(found) == stages and {own.start for own in found} <= set(begins)
+    others = ([*ends, num_layers] for ends in combinations(begins[1:], stages - 1))
+    least = min(max(end - begin for begin, end in pairwise([0, *ends])) for ends in others)
+    assert max(map(len, found)) == least
+    if len(begins) == num_layers:
+        each, larger = divmod(num_layers, stages)
+        assert list(map(len, found)) == [each + 1] * larger + [each] * (stages - larger)
 
 
 def test_a_layer_reads_an_earlier_one_that_is_like_it() -> None:

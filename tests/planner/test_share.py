@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxvllm.models.params import abstract_params
+from jaxvllm.models.params import abstract_params, num_parameters
 from jaxvllm.models.spread import Spread
+from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.share import Share
 from jaxvllm.runtime.cache_shape import CacheShape
 from sharding.mesh import MeshShape
@@ -62,6 +63,23 @@ def test_replicas_share_experts_and_nothing_else():
     # A device has half as many experts, to which twice as many tokens come.
     assert shared.share.flops(8, 8) == one.share.flops(8, 8)
     assert (shared.compiled_mesh, one.compiled_mesh) == (MeshShape(2, 4), MeshShape(1, 4))
+
+
+def test_redundant_experts_take_memory_and_no_operations():
+    mesh = make_mesh(MeshShape.parse("1x8"), jax.devices())
+    options = {"mesh": "1x8", "dtype": "bfloat16", "enable_expert_parallel": True}
+    plain = deployment("Qwen3-30B-A3B", "h200", **options)
+    planned = deployment(
+        "Qwen3-30B-A3B", "h200", **options, enable_eplb=True, eplb_config={"num_redundant_experts": 16}
+    )
+    params = abstract_params(planned.spec, jnp.bfloat16, "stacked", mesh)
+    assert planned.share.weight_bytes == sum(map(shard_bytes, jax.tree.leaves(params)))
+    # Two more experts of three matrices on each device in each of 48 layers, and where each of 128 experts is.
+    slots = planned.share.weight_bytes - plain.share.weight_bytes - 48 * 2 * 3 * 2048 * 768 * 2
+    assert slots == 48 * 128 * 8 * 4
+    assert planned.share.flops(100, 10) == plain.share.flops(100, 10)
+    assert planned.num_parameters == plain.num_parameters == num_parameters(plain.spec)
+    assert Deployment.from_json(planned.to_json()) == planned and planned.cache_shape(2).counts_loads
 
 
 def test_operations_are_two_a_weight_and_token():

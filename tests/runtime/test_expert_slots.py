@@ -41,9 +41,17 @@ def experts_of(params: Params, name: str) -> list[np.ndarray]:
     return list(map(np.asarray, jax.tree.leaves(held)))
 
 
-@pytest.mark.parametrize(("layout", "form"), [("separate", None), ("stacked", ScaledRows())])
-def test_slots_hold_their_experts(layout: Layout, form: Any, tmp_path: Path) -> None:
-    mesh = make_mesh(MeshShape(1, SIZE), jax.devices())
+@pytest.mark.parametrize(
+    ("layout", "form", "shape"),
+    [
+        ("separate", None, MeshShape(1, SIZE)),
+        ("stacked", ScaledRows(), MeshShape(1, SIZE)),
+        ("stacked", None, MeshShape(1, SIZE, stages=2)),
+    ],
+    ids=str,
+)
+def test_slots_hold_their_experts(layout: Layout, form: Any, shape: MeshShape, tmp_path: Path) -> None:
+    mesh = make_mesh(shape, jax.devices())
     spec = by_expert(model_spec(FIXTURE.config, FIXTURE.max_model_len), NUM_REDUNDANT)
     forms = Forms() if form is None else Forms(experts=form)
     loaded = checkpoint.load(

@@ -88,6 +88,7 @@ from jaxvllm.models.families import (
     solar_open,
     stablelm,
     starcoder2,
+    step3,
     step3p7,
     vaultgemma,
     youtu,
@@ -186,6 +187,7 @@ FAMILIES: tuple[Family, ...] = (
     bailing_hybrid.FAMILY,
     longcat_flash.FAMILY,
     step3p7.FAMILY,
+    *step3.FAMILIES,
 )
 
 

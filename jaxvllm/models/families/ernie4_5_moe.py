@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.families.family import Family
-from jaxvllm.models.families.mtp_format import MtpFormat
+from jaxvllm.models.families.mtp_format import MtpFormat, like_first
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
@@ -62,6 +62,7 @@ MTP = MtpFormat(
     final_norm=None,
     others="{prefix}mtp_",
     copies=(),
-    is_like_first=True,  # dense
+    sees_states=True,
+    block_of=like_first,  # dense
 )
 FAMILY = Family("Ernie4_5_MoeForCausalLM", ernie4_5_moe_spec, layer_sources=sources, foreign=("model.mtp_",), mtp=MTP)

@@ -5,10 +5,12 @@ Most layers of GLM-5.2 have no index, and attend to what that of an earlier laye
 
 from dataclasses import replace
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.families.deepseek_v2 import latent_model
 from jaxvllm.models.families.deepseek_v32 import SOURCES, sparse_indexer
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.glm4_moe import deepseek_router
+from jaxvllm.models.families.mtp_format import MtpFormat
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.spec import ModelSpec
@@ -42,4 +44,9 @@ def _indexer_types(config: HfConfig) -> list[str]:
     return config.layer_types(types, (FULL, SHARED), key="indexer_types")
 
 
-FAMILY = Family("GlmMoeDsaForCausalLM", glm_moe_dsa_spec, layer_sources=SOURCES)
+def mtp_block(spec: ModelSpec) -> Block:
+    """Returns the block of an MTP head: the last layer, with an index of its own."""
+    return replace(spec.layers[-1], attention=spec.layers[0].attention)
+
+
+FAMILY = Family("GlmMoeDsaForCausalLM", glm_moe_dsa_spec, layer_sources=SOURCES, mtp=MtpFormat(block_of=mtp_block))

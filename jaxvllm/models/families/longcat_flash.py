@@ -11,6 +11,7 @@ from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families.deepseek_v2 import latent_attention, latent_attention_sources
 from jaxvllm.models.families.family import Family
+from jaxvllm.models.families.mtp_format import MtpFormat
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
@@ -71,6 +72,30 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     return found | {key: whole(f"{prefix}mlp.router.{name}", decls[key].shape) for key, name in tensors.items()}
 
 
+def mtp_block(spec: ModelSpec) -> Block:
+    """Returns the block of the MTP head: the first layer of a pair, without what it returns late."""
+    return replace(spec.layers[0], late=None)
+
+
+def mtp_sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of that block, whose tensors have no number of a half."""
+    decls = declare_layer(spec, layer)
+    norms = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    found = named_norms(decls, prefix, norms) | gated_sources(decls, f"{prefix}transformer_layer.mlp.")
+    return found | dict(latent_attention_sources(spec, layer, prefix))
+
+
+MTP = MtpFormat(
+    block="{prefix}mtp.layers.{number}.",
+    embedding_norm="{block}enorm.m",
+    feature_norm="{block}hnorm.m",
+    final_norm="{prefix}mtp.norm",
+    others="{prefix}mtp.",
+    copies=("{prefix}mtp.embed_tokens.weight",),
+    usual_count=1,
+    block_of=mtp_block,
+    sources=mtp_sources,
+)
 FAMILY = Family(
     "LongcatFlashForCausalLM",
     longcat_flash_spec,
@@ -79,4 +104,5 @@ FAMILY = Family(
     # transformers writes gates and features for experts that return their input, too, and nothing for their outputs.
     redundant=(".gate_proj.weight", ".up_proj.weight"),
     understood=("num_local_experts",),
+    mtp=MTP,
 )

@@ -12,12 +12,13 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.families.gemma3 import rope_entries
 from jaxvllm.models.families.glm4_moe import SOURCES, deepseek_router
+from jaxvllm.models.families.mtp_format import MtpFormat
 from jaxvllm.models.families.usual import UsualParts
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.weight_names import Source, rows_of_heads, whole
+from jaxvllm.models.weight_names import Source, named_norms, rows_of_heads, whole
 
 _PART = {"partial_rotary_factor": 0.334}
 
@@ -101,4 +102,24 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     return found
 
 
-FAMILY = Family("MiMoV2FlashForCausalLM", mimo_v2_spec, layer_sources=sources, foreign=("model.mtp.",))
+def mtp_block(spec: ModelSpec) -> Block:
+    """Returns the block of an MTP head: a layer with a window, and the FFN of the first layer, which is dense."""
+    windowed = (layer for layer in spec.layers if layer.window is not None)
+    return replace(next(windowed, spec.layers[0]), ffn=spec.layers[0].ffn)
+
+
+def mtp_sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Source, ...]]:
+    """Returns the sources of that block, whose norm before the FFN has a name of its own."""
+    norm = named_norms(declare_layer(spec, layer), prefix, {"ffn_norm": "pre_mlp_layernorm"})
+    return dict(sources(spec, layer, prefix)) | norm
+
+
+MTP = MtpFormat(
+    block="{prefix}mtp.layers.{number}.",
+    final_norm="{block}final_layernorm",
+    copies=(),
+    usual_count=3,
+    block_of=mtp_block,
+    sources=mtp_sources,
+)
+FAMILY = Family("MiMoV2FlashForCausalLM", mimo_v2_spec, layer_sources=sources, foreign=("model.mtp.",), mtp=MTP)

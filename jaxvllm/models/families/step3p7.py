@@ -98,10 +98,8 @@ def _usual_spelling(config: HfConfig) -> HfConfig:
     other = config.nested("attention_other_setting")
     if other.values:
         own.setdefault("num_sliding_attention_heads", other.values.get("num_attention_heads"))
-    numbers = values.get("moe_layers_enum")
-    if numbers is not None:
-        sparse = {number.strip() for number in str(numbers).strip("[]").split(",")}
-        own["mlp_layer_types"] = ["sparse" if str(number) in sparse else "dense" for number in range(num_layers)]
+    if values.get("moe_layers_enum") is not None:
+        own["mlp_layer_types"] = mlp_layer_types(values["moe_layers_enum"], num_layers)
     kinds = replace(config, values=values | own).layer_types(["full_attention"] * num_layers)
     own["rope_parameters"] = _rope_entries(config, kinds)
     return replace(config, values=values | own | {"num_hidden_layers": num_layers}).with_defaults(
@@ -113,6 +111,12 @@ def _usual_spelling(config: HfConfig) -> HfConfig:
         max_position_embeddings=128_000,
         vocab_size=128_815,
     )
+
+
+def mlp_layer_types(sparse: Any, num_layers: int) -> list[str]:
+    """Returns whether each layer is sparse, for a list of the numbers of those that are, or a text of this list."""
+    numbers = {number.strip() for number in str(sparse).strip("[]").split(",")}
+    return ["sparse" if str(number) in numbers else "dense" for number in range(num_layers)]
 
 
 def _rope_entries(config: HfConfig, kinds: list[str]) -> dict[str, Any]:
@@ -138,16 +142,24 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     found = norm_sources(spec, layer, prefix) | attention_sources(spec, layer, prefix)
     K, G, E = gates = decls["head_gates"].shape
     found["head_gates"] = whole(f"{prefix}self_attn.g_proj.weight", (K * G, E), gates)
+    return found | ffn_sources(spec, layer, prefix)
+
+
+def ffn_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Source, ...]]:
+    """Returns the sources of the FFN or the experts of a layer."""
+    decls = declare_layer(spec, layer)
     if "router" not in decls:
-        return found | gated_ffn_sources(spec, layer, prefix)
+        return gated_ffn_sources(spec, layer, prefix)
     X, _, F, E = decls["experts_gate_up"].shape
-    found["experts_gate_up"] = tuple(
+    experts = tuple(
         Source(f"{prefix}moe.{name}.weight", (X, F, E), (0, half, 0, 0), (X, 1, F, E))
         for half, name in enumerate(("gate_proj", "up_proj"))
     )
-    found |= gated_sources(decls, f"{prefix}share_expert.", "shared_")
+    found = {"experts_gate_up": experts} | gated_sources(decls, f"{prefix}share_expert.", "shared_")
     tensors = {"experts_down": "down_proj.weight", "router": "gate.weight", "router_choice": "router_bias"}
-    return found | {key: whole(f"{prefix}moe.{name}", decls[key].shape) for key, name in tensors.items()}
+    return found | {
+        key: whole(f"{prefix}moe.{name}", decls[key].shape) for key, name in tensors.items() if key in decls
+    }
 
 
 FAMILY = Family(

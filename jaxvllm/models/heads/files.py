@@ -37,7 +37,7 @@ def read_eagle(directory: Path, config: Mapping[str, Any], target: ModelSpec) ->
     params = tensors.named(head.declare(), {"fc": "fc.weight", "fc_bias": "fc.bias", **_OWN})
     layers = [dict(separate_projections(spec, number, f"layers.{number}.")) for number in range(spec.num_layers)]
     del layers[0]["attention_norm"]  # `fc` stands in front of it
-    params["layers"] = [tensors.layer(layer) for layer in layers]
+    params["layers"] = [tensors.layer(*of) for of in zip(head.declare()["layers"], layers, strict=True)]
     tensors.end()
     return head, params
 
@@ -96,7 +96,7 @@ def read_eagle3(directory: Path, config: Mapping[str, Any], target: ModelSpec) -
     params = tensors.named(head.declare(), outer)
     if fc_norm:
         params["fc_norms"] = np.stack([tensors.take(f"fc_norm.{i}.weight", H) for i in range(len(depths))])
-    params["layers"] = [tensors.layer(layer) for layer in sources]
+    params["layers"] = [tensors.layer(*of) for of in zip(head.declare()["layers"], sources, strict=True)]
     params["layers"][0]["feature_norm"] = tensors.take(f"{names[0]}hidden_norm.weight", E)
     ids = np.arange(size)
     if "d2t" in tensors:

@@ -44,15 +44,14 @@ class HeadTensors:
         """Returns the arrays that are declared and have a tensor in `names`."""
         return {key: self.take(name, *decls[key].shape) for key, name in names.items() if key in decls}
 
-    def layer(self, sources: Mapping[str, tuple[Source, ...]]) -> Params:
-        """Returns the arrays of a layer, of which `sources` tells the parts."""
+    def layer(self, decls: Declarations, sources: Mapping[str, tuple[Source, ...]]) -> Params:
+        """Returns the arrays of a layer, of which `sources` tells the parts. The rest of an array is zeros."""
         layer: Params = {}
         for name, parts in sources.items():
             taken = [part.part_of(self.take(part.name, *part.shape)) for part in parts]
-            stops = [[at + size for at, size in zip(part.at, part.view, strict=True)] for part in parts]
-            layer[name] = np.empty(np.max(stops, axis=0), taken[0].dtype)
-            for part, stop, array in zip(parts, stops, taken, strict=True):
-                layer[name][tuple(map(slice, part.at, stop))] = array
+            layer[name] = np.zeros(decls[name].shape, taken[0].dtype)
+            for part, array in zip(parts, taken, strict=True):
+                layer[name][tuple(slice(at, at + size) for at, size in zip(part.at, part.view, strict=True))] = array
         return layer
 
     def num_rows(self, name: str) -> int:

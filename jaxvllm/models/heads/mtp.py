@@ -21,17 +21,15 @@ from sharding.axis import ALONE, ModelAxis
 class MtpHead:
     """A layer of the model's family over the normed embedding beside the normed feature, through `fc`.
 
-    `spec` has the layer. The embedding and the LM head are those of the model. `depths` names the model's last
-    layer if the head was trained on states before the final norm, and nothing if it was trained on states after it.
-    With `hides_first`, it was trained with zeros in the place of the first embedding that stands beside a feature.
-    Each head but the first sees what the head before it thought.
+    `spec` has the layer. The embedding and the LM head are those of the model. Each head but the first sees what the
+    head before it thought. `depths` names the model's last layer if the head was trained on states before a final norm,
+    and nothing if it was trained on hidden states after one. What it hands on is of the same kind.
     """
 
     spec: ModelSpec
     depths: tuple[int, ...] = ()
     number: int = 0  # among the heads of the model
-    hides_first: bool = True
-    has_final_norm: bool = True  # of its own, after the layer
+    has_final_norm: bool = True  # of its own; without one, the model's final norm stands before the LM head
 
     @property
     def feature_size(self) -> int:
@@ -66,18 +64,16 @@ class MtpHead:
     ) -> tuple[jax.Array, jax.Array, Any]:
         own, norm = params[DRAFT]["heads"][self.number], self.spec.norm
         embedding = embedded(params, token_ids, axis)
-        if self.hides_first:
-            # It is token 1's for the first head, and each other head begins one token later than the one before it.
-            embedding = jnp.where(positions[:, None] > 1 + self.number, embedding, 0)
         parts = [norm.apply(own, "embedding_norm", embedding), norm.apply(own, "feature_norm", features)]
         x = self.fc.apply(own, "fc", jnp.concatenate(parts, axis=1))
         [layer], [weights] = self.spec.layers, own["layers"]
         rotation = rotations((layer.rope,), positions)(0)
         # Every device has the whole layer, experts too.
-        given = LayerInput(positions, rotation, attend, no_recur, ALONE, layer.memory, self.number, NO_WINDOW)
+        window = layer.window or NO_WINDOW
+        given = LayerInput(positions, rotation, attend, no_recur, ALONE, layer.memory, self.number, window)
         x, kv = layer.apply(weights, x, kv, given)
-        hidden = norm.apply(own, "final_norm", x) if self.has_final_norm else x
-        return hidden, hidden, kv
+        hidden = norm.apply(own if self.has_final_norm else params, "final_norm", x)
+        return hidden, x if self.depths else hidden, kv
 
     def logits(
         self, params: Params, hidden: jax.Array, spec: ModelSpec, shard: ModelSpec, axis: ModelAxis

@@ -44,31 +44,26 @@ def read_mtp(
             raise ValueError("a converted model has no MTP layer, which is no part of the decoder: give the original")
     spec = replace(target, layers=(block,))
     depths = (target.num_layers,) if mtp.sees_states else ()
-    heads = tuple(
-        MtpHead(spec, depths, number, mtp.hides_first, mtp.final_norm is not None) for number in range(min(count, most))
-    )
-    names = [mtp.names(family.prefixes[0], target.num_layers, number) for number in range(count)]
+    heads = tuple(MtpHead(spec, depths, number, mtp.final_norm is not None) for number in range(min(count, most)))
+    places = [(family.prefixes[0], target.num_layers, number) for number in range(count)]
+    names = [mtp.names(*place) for place in places]
     names, left_out = names[: len(heads)], names[len(heads) :]
     files = open_draft(directory)
     starts, foreign = (tuple(of["others"] for of in names)), tuple(of["block"] for of in left_out)
     own = {name for name in files.names if name.startswith(starts) and not name.startswith(foreign)}
-    tensors = HeadTensors(files, own - {of["block"] + copy for of in names for copy in mtp.copies})
+    tensors = HeadTensors(files, own.difference(*(mtp.copied(*place) for place in places)))
     params = {"heads": [_params(tensors, of, head, family) for of, head in zip(names, heads, strict=True)]}
     tensors.end()
     return heads, params
 
 
 def _block(family: Family, target: ModelSpec) -> Block:
-    """Returns the block of a head, which is like a layer of the model, but sees all positions.
-
-    Raises ValueError where the head cannot compute it.
-    """
-    layers = [layer for layer in target.layers if not layer.keeps_state]
-    if layers:
-        layer = replace(layers[0] if family.mtp.is_like_first else layers[-1], window=None)
+    """Returns the block of a head. Raises ValueError where the head cannot compute it."""
+    if not all(layer.keeps_state for layer in target.layers):
+        layer = family.mtp.block_of(target)
         is_known = isinstance(layer.attention, GroupedQueryAttention | LatentAttention)
         is_known &= isinstance(layer.ffn, GatedFfn | ExpertsFfn)
-        if is_known and layer == Block(layer.attention, layer.ffn, layer.norm, rope=layer.rope):
+        if is_known and layer == Block(layer.attention, layer.ffn, layer.norm, rope=layer.rope, window=layer.window):
             return layer
     raise ValueError(
         "method mtp knows layers with attention and a gated FFN or experts, and a norm before each, "
@@ -82,5 +77,6 @@ def _params(tensors: HeadTensors, names: Mapping[str, str], head: MtpHead, famil
     params = tensors.named(head.declare(), parts)
     if family.mtp.is_feature_first:
         params["fc"] = np.concatenate(np.split(params["fc"], 2, axis=1)[::-1], axis=1)
-    params["layers"] = [tensors.layer(family.layer_sources(head.spec, 0, names["block"]))]
+    sources, [decls] = family.mtp.sources or family.layer_sources, head.declare()["layers"]
+    params["layers"] = [tensors.layer(decls, sources(head.spec, 0, names["block"]))]
     return params

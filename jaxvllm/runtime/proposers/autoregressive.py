@@ -166,7 +166,7 @@ class AutoregressiveProposer:
         *others, pages = kv_pages
         layer, backend = head.spec.layers[0], model.backend
         # Pages that left the window of the model's first group are somebody else's.
-        window = model.shape.groups(model.spec)[0].window or NO_WINDOW
+        held = model.shape.groups(model.spec)[0].window or NO_WINDOW
         memory = layer.memory
         assert isinstance(memory, KeysAndValues), "draft heads keep keys and values"
         plan = memory.plan(rows, pages, layer.attention.num_heads, activation_dtype(params), backend)
@@ -187,7 +187,9 @@ class AutoregressiveProposer:
             assert index != "last", "a head has no layer before its own"
             options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
             options |= {"index": index, "plan": plan, "backend": backend}
-            return memory.attend(kv, given.number, rows, q, k, v, window, **options)
+            window = given.window
+            assert isinstance(window, int), "the layers of heads are in no loop"
+            return memory.attend(kv, given.number, rows, q, k, v, min(window, held), **options)
 
         hidden, features, pages = head.apply(params, token_ids, rows.positions, features, pages, attend, model.axis)
         return hidden, features, (*others, pages)

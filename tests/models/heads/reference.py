@@ -100,22 +100,22 @@ def mtp(
     prefix: str,
     embedding: np.ndarray,
     features: np.ndarray,
-) -> np.ndarray:
-    """Hidden states and features [T, E]. `names`: of the norms of both, of what joins them, and of the last norm.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states for the LM head, and the next features, both [T, E].
 
-    MiMo (`input_proj`) joins them the other way round.
+    names: of the norms of embeddings and features, of what joins them, and of the last norm
+    MiMo (`input_proj`) joins them the other way round, and its features are what is before the last norm.
     """
     of_embedding, of_feature, join, last = names
     eps = config["rms_norm_eps"]
-    embedding = embedding.copy()
-    embedding[0] = 0
     parts = [
         rms_norm(embedding, t[f"{prefix}{of_embedding}.weight"], eps),
         rms_norm(features, t[f"{prefix}{of_feature}.weight"], eps),
     ]
     x = linear(t, f"{prefix}{join}", np.concatenate(parts[::-1] if join == "input_proj" else parts, -1))
     x = layer(t, config, prefix, x, rms_norm(x, t[f"{prefix}input_layernorm.weight"], eps))
-    return rms_norm(x, t[f"{prefix}{last}.weight"], eps)
+    hidden = rms_norm(x, t[f"{prefix}{last}.weight"], eps)
+    return hidden, x if join == "input_proj" else hidden
 
 
 def spread_over(logits: np.ndarray, ids: np.ndarray, vocab_size: int) -> np.ndarray:

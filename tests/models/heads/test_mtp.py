@@ -83,16 +83,16 @@ def test_a_head(kind: str, number: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(features, np.float32(STATES[0] if kind == "mimo" else HIDDEN))
     params, features, tokens = of_target(own), HIDDEN[:-1], TOKENS[1:]
     for _ in range(3):
-        # The first token beside a feature, which has no embedding, is one further for each head.
-        positions = jnp.arange(1 + number, len(tokens) + 1 + number, dtype=jnp.int32)
+        positions = jnp.arange(len(tokens), dtype=jnp.int32)
         given = jnp.asarray(tokens, jnp.int32), positions, jnp.asarray(features, jnp.float32)
         hidden, after, _ = head.apply(params, *given, (), dense_attend, ALONE)
         of_head = place_of(start, number)
-        expected = reference.mtp(tensors, config, names, of_head, OF_TARGET["embed_tokens"][tokens], features)
+        embedding = OF_TARGET["embed_tokens"][tokens]
+        expected, following = reference.mtp(tensors, config, names, of_head, embedding, features)
         logits = head.logits(params, hidden, target, target, ALONE)
-        np.testing.assert_allclose(after, expected, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(after, following, rtol=2e-4, atol=2e-4)
         np.testing.assert_allclose(logits, expected @ OF_TARGET["lm_head"].T, rtol=2e-4, atol=2e-4)
-        features, tokens = np.append(features, expected[-1:], 0), np.append(tokens, logits[-1].argmax())
+        features, tokens = np.append(features, following[-1:], 0), np.append(tokens, logits[-1].argmax())
 
 
 @pytest.mark.parametrize("kind", KINDS)
