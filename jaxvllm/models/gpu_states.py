@@ -137,5 +137,4 @@ class GpuStates:
             case GatedDelta():
                 queries, keys, values = understood["q"], understood["k"], understood["v"]
                 kept, betas = kept[..., None], understood["beta"]
-        kept = jnp.broadcast_to(kept, (*values.shape[:-1], keys.shape[-1]))
         return StateTokens(queries, keys, values, kept, betas)

@@ -32,7 +32,7 @@ class StateTokens(NamedTuple):
     queries: jax.Array  # [T, K, Dk]
     keys: jax.Array  # [T, K, Dk]
     values: jax.Array  # [T, K, r, Dv]
-    kept: jax.Array  # [T, K, r, Dk], how much of what a state says of each channel of keys is left
+    kept: jax.Array  # [T, K, r, Dk or 1], how much is left of what a state says of each channel of keys, or of all
     betas: jax.Array  # [T, K, r], how much of a value is added
 
 
@@ -159,14 +159,15 @@ def take_tokens(
 
     A token makes a matrix S forget, S <- kept S, and adds to it: S <- S + k (beta v)^T. With `corrects` it adds what S
     says wrong of the key, v - S^T k, in the place of v (the delta rule). What is read is S^T q, f32[T, K, r, Dv], and
-    anything for padding. States are read before any is written, but for those of the row itself. The pages are updated
-    in place when donated. `tile` is that of `choose_tile`.
+    anything for padding. Rows are taken in any order, so none may write a page from which another one begins. The pages
+    are updated in place when donated. `tile` is that of `choose_tile`.
     """
     num_tokens, groups, heads, size = tokens.values.shape
     tiles, lines = size // tile.lines, tile.lines
     rows_of_head = pages.shape[3] - rest.shape[2]
     assert rows_of_head % heads == 0 and size % lines == 0, (pages.shape, tokens.values.shape, rest.shape)
     rows_of_head //= heads
+    forgets_as_whole, decode_only = tokens.kept.shape[-1] == 1, num_tokens == len(plan.rows)
     each = prod(rest.shape[2:]) // (WARPS * LANES_OF_WARP)
     rest_layout = plgpu.Layout.WG_STRIDED(rest.shape[2:], next(size for size in (4, 2, 1) if each % size == 0))
 
@@ -194,21 +195,21 @@ def take_tokens(
             return pages.at[where[0], page, group, pl.ds(begin, tile.keys), own]
 
         def fetch(token: jax.Array) -> tuple[jax.Array, ...]:
-            of_keys = (x.at[token, group] for x in (queries, keys))
-            forgets = tile.load_keys(kept.at[token, group, head])
-            of_lines = tile.load_lines(values.at[token, group, head, own])
-            return *map(tile.load_keys, of_keys), forgets, of_lines, betas[token, group, head]
+            query, key = (tile.load_keys(x.at[token, group]) for x in (queries, keys))
+            left = kept[token, group, head, 0] if forgets_as_whole else tile.load_keys(kept.at[token, group, head])
+            value = tile.load_lines(values.at[token, group, head, own])
+            return query, key, left, value, betas[token, group, head]
 
         @pl.when(num_columns > 0)
         def _() -> None:
             last = columns[first_column + num_columns - 1, 0] - 1
             state = plgpu.load(matrix(jnp.maximum(before, 0)), layout=tile.layout, optimized=False)
-            state = jnp.where(before >= 0, state, 0.0)
+            state = jnp.where(jnp.broadcast_to(before >= 0, tile.shape), state, 0.0)
 
             def take(token: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                state, query, key, forgets, value, beta = carry
-                following = fetch(jnp.minimum(token + 1, last))
-                state = state * tile.of_keys(forgets)
+                state, query, key, left, value, beta = carry
+                following = carry[1:] if decode_only else fetch(jnp.minimum(token + 1, last))
+                state = state * (left if forgets_as_whole else tile.of_keys(left))
                 key = tile.of_keys(key)
                 if corrects:
                     value = value - jnp.sum(state * key, axis=tile.key_axis)

@@ -51,7 +51,7 @@ def tokens_of(kind: Kind, count: int) -> gpu.StateTokens:
         "queries": (kind.keys,),
         "keys": (kind.keys,),
         "values": (HEADS, kind.values),
-        "kept": (HEADS, kind.keys),
+        "kept": (HEADS, 1 if kind.keys_last else kind.keys),
         "betas": (HEADS,),
     }
     made = {name: rng.standard_normal((count, GROUPS, *shape), np.float32) for name, shape in shapes.items()}
