@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
@@ -30,6 +32,9 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
+from pallas_kernels.linear_attention import plan_visits
+from pallas_kernels.linear_attention.cases import CONV_SIZE, DeltaCase
+from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     RaggedRows,
@@ -231,6 +236,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     if kind == "experts":
         return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
+    if kind == "states":
+        return tuple(_states_program(case, chip) for case in STATES_SERVING) if isinstance(chip, TpuChip) else ()
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -354,6 +361,51 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
 
     name = f"experts/{case.name}/{backend.kind}"
     return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
+
+
+def _states_program(case: DeltaCase, chip: TpuChip) -> Program:
+    """Compiles a scan over layers that keep a state, whose pages are updated in place."""
+    # Kernels are imported where they run: this module is read for chips of other makers, too.
+    from pallas_kernels.linear_attention.tpu import choose_blocks, delta_rule
+
+    K, r, T = case.num_heads, case.values_per_key, case.num_tokens
+
+    def pool(num_pages: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((LAYERS, num_pages, K, case.page_rows, case.size), jnp.float32)
+
+    pages = pool(POOL_BYTES // _num_bytes(pool(1)))
+    blocks = choose_blocks(K, case.page_rows, r, (case.size, case.size), chip)
+    assert blocks is not None, "cases are such that there is room"
+    take = partial(delta_rule, blocks=blocks, chip=chip)
+
+    def compile_for(mesh: Mesh) -> jax.stages.Compiled:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+        def run(
+            pages: jax.Array, page_table: jax.Array, taps: jax.Array, channels: jax.Array, g: jax.Array, beta: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            visits = plan_visits(case.ragged(page_table), case.page_size)
+
+            def layer(pages: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+                read, pages = take(pages, number, visits, taps[number], channels, g, beta)
+                return pages, read.astype(DTYPE)
+
+            return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))
+
+        table = on_device((len(case.rows), case.columns), jnp.int32)
+        taps, channels = (
+            on_device((LAYERS, K, CONV_SIZE, case.num_channels)),
+            on_device((T, K, case.num_channels), DTYPE),
+        )
+        gates = on_device((T, K, r, case.decays)), on_device((T, K, r))
+        arguments = on_device(pages.shape), table, taps, channels, *gates
+        return jax.jit(run, donate_argnums=0).lower(*arguments).compile()
+
+    size = _num_bytes(pages)
+    return Program(f"states/{case.name}/tpu", MeshShape(1, 1), size, size // LAYERS, compile_for)
 
 
 def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:

@@ -14,9 +14,11 @@ from jaxvllm.models.layer_input import LayerInput, Scalar
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
+from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from jaxvllm.runtime.expert_loads import counted
 from pallas_kernels.backend import Backend
+from pallas_kernels.linear_attention import Visits
 from pallas_kernels.ragged_paged_attention import ChosenPositions, IndexQueries, RaggedRows, must_choose
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
@@ -104,9 +106,20 @@ class LayerCache:
                 plans[key] = memory.plan(rows, pages, heads, self.dtype, self.backend)
         return plans
 
+    @cached_property
+    def _state_kernels(self) -> dict[int, tuple[TpuStates, Visits]]:
+        """The kernels of groups that keep states, and their plans, by the group's number. Drafts have none."""
+        kernels = {}
+        for number, group in enumerate(self.groups):
+            if isinstance(group.memory, StateMemory) and group.layers and self.most_drafted is None:
+                kernel = TpuStates.of(group.memory, self.backend)
+                if kernel is not None:
+                    kernels[number] = kernel, kernel.plan(self._rows_of[number], self.shape.page_size)
+        return kernels
+
     def make_plans(self) -> None:
         """Makes what layers share. It is called outside of the loops over layers, whose values are theirs alone."""
-        assert self._rows_of is not None and self._plans is not None
+        assert self._rows_of is not None and self._plans is not None and self._state_kernels is not None
 
     @property
     def begin(self) -> Kept:
@@ -184,6 +197,10 @@ class LayerCache:
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
         place = self._place(number, given)
         where = pages[number], place, self._columns(number)
+        if number in self._state_kernels:
+            kernel, plan = self._state_kernels[number]
+            out, own = kernel(pages[number], place, plan, weights, tokens)
+            return out, kept._replace(pages=_replaced(pages, number, own))
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
             return out, kept._replace(pages=_replaced(pages, number, own))

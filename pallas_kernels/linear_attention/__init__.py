@@ -1,1 +1,5 @@
 """States of linear attention that take in the tokens of rows of any length, in pages."""
+
+from pallas_kernels.linear_attention.visits import Visits, plan_visits
+
+__all__ = ["Visits", "plan_visits"]

@@ -1,0 +1,67 @@
+"""The realistic cases of states of linear attention: heads of models, and rows that steps give them."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+CONV_SIZE = 4
+
+
+@dataclass(frozen=True)
+class DeltaCase:
+    """States of `num_heads` key heads with `values_per_key` matrices each, in a step of T tokens with such rows."""
+
+    name: str
+    num_heads: int
+    values_per_key: int
+    rows: tuple[tuple[int, int], ...]  # the position of each row's first token, and the number of its tokens
+    num_tokens: int  # of the step, padding included; as many as rows: each has one at most
+    page_size: int = 16
+    size: int = 128  # of a key and of a value
+    decays: int = 1  # of a token in a matrix; as many as rows where each forgets by itself (Kimi delta attention)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of a query, a key, and the values that belong to it."""
+        return (2 + self.values_per_key) * self.size
+
+    @property
+    def page_rows(self) -> int:
+        """The rows of the page of a head: its matrices, and the window of its convolution."""
+        window = (CONV_SIZE - 1) * (2 + self.values_per_key)
+        return -(-(self.values_per_key * self.size + window) // 8) * 8
+
+    @property
+    def columns(self) -> int:
+        """The columns of the longest row."""
+        return max(1, *(-(-(start + count) // self.page_size) for start, count in self.rows))
+
+    def ragged(self, page_table: jax.Array) -> RaggedRows:
+        """Returns its rows, with such pages i32[R, columns]."""
+        starts, counts = (jnp.asarray(numbers, jnp.int32) for numbers in zip(*self.rows, strict=True))
+        return RaggedRows.build(page_table, starts, counts, self.num_tokens)
+
+
+CASES = (
+    DeltaCase("decode", 3, 2, ((5, 1), (0, 1), (0, 0), (16, 1)), 4),
+    # The chunk of the first row ends in the second tile; the third one goes on within a column and reaches others.
+    DeltaCase("mixed", 2, 1, ((0, 70), (9, 1), (9, 41), (0, 1), (31, 2)), 128),
+    DeltaCase("by-channel", 2, 1, ((0, 37), (0, 1), (20, 5), (0, 0)), 64, decays=128),
+    DeltaCase("one-tile", 1, 2, ((0, 7), (6, 3), (8, 1), (0, 0)), 16),
+)
+
+# What models make of steps, for compilers.
+SERVING = (
+    DeltaCase("qwen3-next-decode-64", 16, 2, ((1000, 1),) * 64, 64),
+    DeltaCase("qwen3-next-prompt-2048", 16, 2, ((0, 2048),), 2048),
+    DeltaCase("qwen3-next-mixed-512", 16, 2, ((1000, 1),) * 32 + ((0, 480),), 512),
+    DeltaCase("kimi-linear-decode-64", 32, 1, ((1000, 1),) * 64, 64, decays=128),
+    DeltaCase("kimi-linear-prompt-512", 32, 1, ((0, 512),), 512, decays=128),
+    DeltaCase("qwen3-next-eighth-decode-64", 2, 2, ((1000, 1),) * 64, 64),
+)

@@ -1,0 +1,59 @@
+"""The sizes of the kernels of the delta rule, by which a chip has room for them, and what both share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.visits import TILE
+
+LANES, SUBLANES = 128, 8
+SIZE = LANES  # of a key and of a value
+EPS = 1e-6  # added to the squared length of queries and keys
+VMEM_SHARE = 0.5  # of a core's VMEM: the rest is for what XLA keeps there
+
+
+@dataclass(frozen=True)
+class DeltaBlocks:
+    """The key heads that a step of each kernel's grid takes."""
+
+    single: int
+    chunk: int
+
+
+def choose_blocks(
+    num_heads: int, page_rows: int, values_per_key: int, sizes: tuple[int, int], chip: TpuChip
+) -> DeltaBlocks | None:
+    """Returns the blocks for key heads with so many matrices of `sizes`, or None where the kernels do not take these.
+
+    page_rows: the rows of the page of a head
+    """
+    if sizes != (SIZE, SIZE):
+        return None
+    # A state is in two buffers to be read and in two to be written, and where it is kept between visits of a row.
+    state = 5 * page_rows * SIZE * 4
+    # Channels and what is read for them, in two buffers each.
+    tokens = 2 * 2 * TILE * (2 + values_per_key) * SIZE * 4
+    room = int(chip.vmem_bytes * VMEM_SHARE)
+    # Heads are rows of registers for a single token, so a block has all of them or a multiple of 8.
+    whole = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
+    single = [size for size in whole if size <= min(room // state, 16) and (size == num_heads or size % SUBLANES == 0)]
+    chunk = [size for size in whole if size <= min(room // (state + tokens), 2)]
+    return None if not single or not chunk else DeltaBlocks(max(single), max(chunk))
+
+
+def compiler_params(chip: TpuChip) -> pltpu.CompilerParams:
+    # Cores share the heads. Visits of a row follow each other.
+    semantics = ("parallel" if chip.num_cores > 1 else "arbitrary", "arbitrary")
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=int(chip.vmem_bytes * VMEM_SHARE))
+
+
+def interpreter(chip: TpuChip, interpret: bool) -> Any:
+    return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores) if interpret else False
+
+
+def of_length_one(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)

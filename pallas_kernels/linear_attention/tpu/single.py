@@ -1,0 +1,155 @@
+"""The delta rule for single tokens: one pass over the state of a row, which is read, updated and written.
+
+It is done by vectors. For 16 key heads with two matrices each, of 128 by 128, a page has 2.1 MiB, and moving it takes
+longer than the operations on it.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.tpu.blocks import (
+    LANES,
+    SIZE,
+    DeltaBlocks,
+    compiler_params,
+    interpreter,
+    of_length_one,
+)
+from pallas_kernels.linear_attention.visits import SingleVisits
+
+
+def take_singles(
+    pages: jax.Array,
+    place: jax.Array | int,
+    visits: SingleVisits,
+    taps: jax.Array,
+    channels: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    blocks: DeltaBlocks,
+    chip: TpuChip,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Takes in the tokens of `visits`, and returns what is read after each, f32[T, K, r * 128], and the pages.
+
+    taps  # f32[K, W, C]: of the convolution
+    channels  # [T, K, C]
+    g  # f32[T, K, r, G], where G is 1, or 128 where each row of a matrix forgets by itself
+    beta  # f32[T, K, r]
+
+    What is read for other tokens is arbitrary.
+    """
+    num_tokens, num_heads, num_channels = channels.shape
+    *_, num_rows, width = pages.shape
+    r, heads = beta.shape[-1], blocks.single
+    gates = jnp.concatenate([g.reshape(num_tokens, num_heads, -1), beta], axis=-1)
+    page = pl.BlockSpec(
+        (None, None, heads, num_rows, width),
+        lambda block, visit, place, tokens, sources, *_: (place[0], sources[visit], block, 0, 0),
+    )
+
+    def of_token(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, heads, size), lambda block, visit, place, tokens, *_: (tokens[visit], block, 0))
+
+    scalars = jnp.reshape(place, 1).astype(jnp.int32), visits.tokens, visits.sources, visits.targets, visits.begins
+    call = pl.pallas_call(
+        partial(_single, values_per_key=r, decays=g.shape[-1]),
+        out_shape=(
+            jax.ShapeDtypeStruct((num_tokens, num_heads, r * SIZE), jnp.float32),
+            jax.ShapeDtypeStruct(pages.shape, pages.dtype),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(num_heads // heads, visits.count),
+            in_specs=[
+                pl.BlockSpec((taps.shape[1], heads, num_channels), lambda block, visit, *_: (0, block, 0)),
+                of_token(num_channels),
+                of_token(gates.shape[-1]),
+                page,
+            ],
+            out_specs=[
+                of_token(r * SIZE),
+                pl.BlockSpec(
+                    page.block_shape,
+                    lambda block, visit, place, tokens, sources, targets, *_: (
+                        place[0],
+                        targets[visit],
+                        block,
+                        0,
+                        0,
+                    ),
+                ),
+            ],
+        ),
+        input_output_aliases={len(scalars) + 3: 1},
+        compiler_params=compiler_params(chip),
+        interpret=interpreter(chip, interpret),
+        name="delta_rule_single",
+    )
+    out, pages = call(*scalars, taps.swapaxes(0, 1), channels, gates, pages)
+    return out, pages
+
+
+def _single(
+    place: Any,
+    tokens: Any,
+    sources: Any,
+    targets: Any,
+    begins: Any,
+    taps: Any,  # [W, heads, C]
+    x: Any,  # [heads, C]
+    gates: Any,  # [heads, r * G + r]
+    before: Any,  # [heads, S, 128]
+    out: Any,  # [heads, r * 128]
+    after: Any,  # [heads, S, 128]
+    *,
+    values_per_key: int,
+    decays: int,
+) -> None:
+    heads, num_channels = x.shape
+    r, parts, size = values_per_key, num_channels // SIZE, taps.shape[0]
+    goes_on = begins[pl.program_id(1)] == 0
+
+    def kept(state: jax.Array) -> jax.Array:
+        return jnp.where(goes_on, state, 0.0)  # a page that was free may have NaN
+
+    mixed = []
+    for part in range(parts):
+        lanes = slice(part * SIZE, (part + 1) * SIZE)
+        rows = [r * SIZE + age * parts + part for age in range(size - 1)]
+        seen = [kept(before[:, row, :]) for row in rows] + [x[:, lanes].astype(jnp.float32)]
+        for row, value in zip(rows, seen[1:], strict=True):
+            after[:, row, :] = value
+        mixed.append(jax.nn.silu(sum(taps[age, :, lanes] * value for age, value in enumerate(seen))))
+    end = r * SIZE + (size - 1) * parts
+    if end < after.shape[1]:
+        after[:, end:, :] = jnp.zeros((heads, after.shape[1] - end, SIZE), jnp.float32)
+    q, k, *v = mixed
+    q, k = of_length_one(q) * SIZE**-0.5, of_length_one(k)
+    qk = jnp.sum(q * k, axis=-1, keepdims=True)
+    left, beta = (
+        [jnp.exp(gates[:, value * decays : (value + 1) * decays]) for value in range(r)],
+        gates[:, r * decays :],
+    )
+    # A column for each query, key and decay, by which the rows of a matrix are multiplied.
+    turned = jnp.concatenate([q, k, *(left if decays == SIZE else [])])
+    turned = jnp.concatenate([turned, jnp.zeros((-len(turned) % LANES, SIZE), jnp.float32)]).T
+    for head in range(heads):
+        own = slice(head, head + 1)
+        q_column, k_column, *left_columns = (turned[:, at : at + 1] for at in range(head, heads * (2 + r), heads))
+        for value in range(r):
+            rows = slice(value * SIZE, (value + 1) * SIZE)
+            decay = left_columns[value] if decays == SIZE else left[value][own]
+            matrix = kept(before[head, rows, :]) * decay
+            said = jnp.sum(matrix * k_column, axis=0, keepdims=True)
+            read = jnp.sum(matrix * q_column, axis=0, keepdims=True)
+            error = beta[own, value : value + 1] * (v[value][own] - said)
+            out[own, rows] = read + qk[own] * error
+            after[head, rows, :] = matrix + k_column * error

@@ -1,0 +1,162 @@
+"""The gated delta rule for TPUs, interpreted, against the recurrence in float64, token by token."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import CHIPS, TpuChip
+from pallas_kernels.linear_attention import plan_visits, tpu
+from pallas_kernels.linear_attention.cases import CASES, CONV_SIZE, DeltaCase
+from pallas_kernels.linear_attention.visits import TILE
+
+TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
+LAYERS, PLACE = 2, 1
+TRASH = 0
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints what it finds: races, and copies that nobody waited for."""
+    yield
+    printed = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in printed and "non-zero count" not in printed, printed
+
+
+def blocks_of(case: DeltaCase, chip: TpuChip) -> tpu.DeltaBlocks | None:
+    sizes = case.size, case.size
+    return tpu.choose_blocks(case.num_heads, case.page_rows, case.values_per_key, sizes, chip)
+
+
+def of_rows(case: DeltaCase) -> list[range]:
+    """The tokens of each row."""
+    counts = [count for _, count in case.rows]
+    begins = np.cumsum([0, *counts[:-1]]) if case.num_tokens > len(counts) else np.arange(len(counts))
+    return [range(begin, begin + count) for begin, count in zip(begins.tolist(), counts, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step with random tokens and states. Pages that hold no state before it are NaN."""
+
+    case: DeltaCase
+    page_table: np.ndarray  # i32[R, columns]; some columns that no row needs later have page 0
+    pages: np.ndarray
+    taps: np.ndarray
+    channels: np.ndarray
+    g: np.ndarray
+    beta: np.ndarray
+
+    @classmethod
+    def random(cls, case: DeltaCase, dtype: str) -> "Step":
+        random, (K, r, T) = np.random.default_rng(0), (case.num_heads, case.values_per_key, case.num_tokens)
+        table = 1 + random.permutation(len(case.rows) * case.columns).astype(np.int32).reshape(-1, case.columns)
+        pages = np.full((LAYERS, table.size + 1, K, case.page_rows, case.size), np.nan, np.float32)
+        for row, (start, count) in enumerate(case.rows):
+            # As the host leaves them out: columns before the last two of those that the step computes.
+            table[row, -(-start // case.page_size) : (start + count - 1) // case.page_size - 1] = TRASH
+            if start > 0:
+                page = pages[PLACE, table[row, (start - 1) // case.page_size]]
+                page[:] = random.normal(size=page.shape)
+                page[:, case.values_per_key * case.size + (CONV_SIZE - 1) * (2 + case.values_per_key) :] = 0
+        channels = random.normal(size=(T, K, case.num_channels)).astype(np.float32)
+        # Keys that repeat, with all of each error corrected, are what powers of the system would not survive.
+        channels[T // 2 :, :, case.size : 2 * case.size] = channels[T // 2, 0, : case.size]
+        channels = np.array(jnp.asarray(channels, dtype))
+        channels[sorted(set(range(T)) - {token for tokens in of_rows(case) for token in tokens})] = np.nan
+        # Some tokens, or some channels of them, leave nearly everything, and others nothing.
+        g = -random.exponential(size=(T, K, r, case.decays)) * random.choice(
+            [0.1, 20], (T, K, r, case.decays), p=[0.9, 0.1]
+        )
+        beta = random.uniform(0.5, 1, size=(T, K, r))
+        taps = random.normal(size=(K, CONV_SIZE, case.num_channels)).astype(np.float32)
+        return cls(case, table, pages, taps, channels, g.astype(np.float32), beta.astype(np.float32))
+
+    def run(self, chip: TpuChip) -> tuple[np.ndarray, np.ndarray]:
+        """What the kernel reads, and the pages after it."""
+        case = self.case
+        blocks = blocks_of(case, chip)
+        assert blocks is not None
+        take = partial(tpu.delta_rule, blocks=blocks, chip=chip, interpret=True)
+
+        @jax.jit
+        def run(page_table: jax.Array, pages: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+            visits = plan_visits(case.ragged(page_table), case.page_size)
+            return take(pages, place, visits, *map(jnp.asarray, (self.taps, self.channels, self.g, self.beta)))
+
+        read, pages = run(jnp.asarray(self.page_table), jnp.asarray(self.pages), jnp.int32(PLACE))
+        return np.asarray(read), np.asarray(pages)
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same, in float64, one token after the other."""
+        case, pages = self.case, self.pages.astype(np.float64)
+        read = np.zeros((case.num_tokens, case.num_heads, case.values_per_key, case.size))
+        for row, ((start, _), tokens) in enumerate(zip(case.rows, of_rows(case), strict=True)):
+            before = pages[PLACE, self.page_table[row, max(start - 1, 0) // case.page_size]]
+            state = before.copy() if start else np.zeros_like(before)
+            for position, token in enumerate(tokens, start):
+                for head in range(case.num_heads):
+                    read[token, head] = self._take(state[head], token, head)
+                pages[PLACE, self.page_table[row, position // case.page_size]] = state
+        return read, pages
+
+    def _take(self, state: np.ndarray, token: int, head: int) -> np.ndarray:
+        """Lets the state of a head [S, 128] take in a token, in place, and returns what is read."""
+        r, size = self.case.values_per_key, self.case.size
+        matrices, window = state[: r * size].reshape(r, size, size), state[r * size :]
+        window = window[: (CONV_SIZE - 1) * (2 + r)].reshape(CONV_SIZE - 1, -1)
+        seen = np.concatenate([window, self.channels[token, head].astype(np.float64)[None]])
+        mixed = np.sum(seen * self.taps[head], axis=0)
+        q, k, *v = (mixed / (1 + np.exp(-mixed))).reshape(-1, size)
+        q, k = (x / np.sqrt(x @ x + 1e-6) for x in (q, k))
+        window[:] = seen[1:]
+        for value in range(r):
+            matrices[value] *= np.exp(self.g[token, head, value].astype(np.float64))[:, None]
+            error = v[value] - matrices[value].T @ k
+            matrices[value] += np.outer(k, self.beta[token, head, value] * error)
+        return np.stack([matrix.T @ q for matrix in matrices]) / np.sqrt(size)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "chip"),
+    [
+        ("decode", "bfloat16", "v5p"),
+        ("mixed", "float32", "v6e"),
+        ("by-channel", "float32", "v7x"),
+        ("one-tile", "bfloat16", "v5e"),
+    ],
+)
+def test_equals_float64(name: str, dtype: str, chip: str) -> None:
+    step = Step.random(next(case for case in CASES if case.name == name), dtype)
+    (read, pages), (expected, after) = step.run(TPUS[chip]), step.expected()
+    np.testing.assert_allclose(read, expected, atol=1e-5)
+    np.testing.assert_allclose(pages[:, 1:], after[:, 1:], atol=2e-5)
+
+
+def test_visits_take_in_every_token_once() -> None:
+    case = next(case for case in CASES if case.name == "mixed")
+    step = Step.random(case, "float32")
+    visits = plan_visits(case.ragged(jnp.asarray(step.page_table)), case.page_size)
+    singles, chunks = visits.singles, visits.chunks
+    assert chunks is not None
+    taken = [int(token) for token in singles.tokens[: int(singles.count)]]
+    for visit in range(int(chunks.count)):
+        tile, low, high = (int(x[visit]) for x in (chunks.tiles, chunks.lows, chunks.highs))
+        taken += range(tile * TILE + low, tile * TILE + high)
+    assert sorted(taken) == [token for tokens in of_rows(case) for token in tokens]
+    # The row of 70 tokens has a page in its last two columns of five; its first visit is as long as the tile.
+    assert [int(high) for high in chunks.highs[:2]] == [TILE, 6]
+    assert int(chunks.targets[0]) == step.page_table[0, 3] and int(chunks.targets[1]) == step.page_table[0, 4]
+
+
+@pytest.mark.parametrize("chip", TPUS.values(), ids=list(TPUS))
+def test_blocks_of_models_fit(chip: TpuChip) -> None:
+    for num_heads, r in [(16, 2), (16, 3), (2, 2), (32, 1), (24, 2)]:
+        blocks = tpu.choose_blocks(num_heads, 128 * r + 16, r, (128, 128), chip)
+        assert blocks is not None and num_heads % blocks.single == 0 and num_heads % blocks.chunk == 0
+        assert blocks.single == num_heads or blocks.single % 8 == 0
+    assert tpu.choose_blocks(16, 272, 2, (64, 128), chip) is None
