@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,22 @@ from jax.typing import DTypeLike
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
+from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.plain import MATRIX
+from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_memory import StateMemory
+from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
@@ -32,7 +38,6 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
-from pallas_kernels.linear_attention import plan_visits
 from pallas_kernels.linear_attention.cases import CONV_SIZE, DeltaCase
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
 from pallas_kernels.ragged_paged_attention import (
@@ -237,7 +242,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "experts":
         return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
     if kind == "states":
-        return tuple(_states_program(case, chip) for case in STATES_SERVING) if isinstance(chip, TpuChip) else ()
+        return () if backend == REFERENCE else tuple(_states_program(case, backend) for case in STATES_SERVING)
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -363,20 +368,18 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
     return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
 
 
-def _states_program(case: DeltaCase, chip: TpuChip) -> Program:
+def _states_program(case: DeltaCase, backend: Backend) -> Program:
     """Compiles a scan over layers that keep a state, whose pages are updated in place."""
-    # Kernels are imported where they run: this module is read for chips of other makers, too.
-    from pallas_kernels.linear_attention.tpu import choose_blocks, delta_rule
-
     K, r, T = case.num_heads, case.values_per_key, case.num_tokens
+    delta = GatedDelta(r, case.size, case.size) if case.decays == 1 else ChannelDelta(case.size)
+    memory = StateMemory(K, RecurrentRule(CausalConv(case.num_channels, CONV_SIZE), delta))
+    states = TpuStates.of(memory, backend) or GpuStates.of(memory, backend)
+    assert states is not None, "cases are such that kernels take them"
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((LAYERS, num_pages, K, case.page_rows, case.size), jnp.float32)
+        return memory.pages(LAYERS, num_pages, case.page_size, DTYPE, backend)
 
     pages = pool(POOL_BYTES // _num_bytes(pool(1)))
-    blocks = choose_blocks(K, case.page_rows, r, (case.size, case.size), chip)
-    assert blocks is not None, "cases are such that there is room"
-    take = partial(delta_rule, blocks=blocks, chip=chip)
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -385,27 +388,24 @@ def _states_program(case: DeltaCase, chip: TpuChip) -> Program:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         def run(
-            pages: jax.Array, page_table: jax.Array, taps: jax.Array, channels: jax.Array, g: jax.Array, beta: jax.Array
+            pages: jax.Array, page_table: jax.Array, taps: jax.Array, tokens: dict[str, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
-            visits = plan_visits(case.ragged(page_table), case.page_size)
+            plan = states.plan(case.ragged(page_table), case.page_size)
 
             def layer(pages: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-                read, pages = take(pages, number, visits, taps[number], channels, g, beta)
+                read, pages = states(pages, number, plan, {"taps": taps[number]}, tokens)
                 return pages, read.astype(DTYPE)
 
             return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))
 
         table = on_device((len(case.rows), case.columns), jnp.int32)
-        taps, channels = (
-            on_device((LAYERS, K, CONV_SIZE, case.num_channels)),
-            on_device((T, K, case.num_channels), DTYPE),
-        )
-        gates = on_device((T, K, r, case.decays)), on_device((T, K, r))
-        arguments = on_device(pages.shape), table, taps, channels, *gates
-        return jax.jit(run, donate_argnums=0).lower(*arguments).compile()
+        taps = on_device((LAYERS, K, CONV_SIZE, case.num_channels))
+        tokens = {name: on_device((T, K, *part)) for name, part in delta.taken_parts.items() if name in ("g", "beta")}
+        tokens[CHANNELS] = on_device((T, K, case.num_channels), DTYPE)
+        return jax.jit(run, donate_argnums=0).lower(on_device(pages.shape), table, taps, tokens).compile()
 
     size = _num_bytes(pages)
-    return Program(f"states/{case.name}/tpu", MeshShape(1, 1), size, size // LAYERS, compile_for)
+    return Program(f"states/{case.name}/{backend.kind}", MeshShape(1, 1), size, size // LAYERS, compile_for)
 
 
 def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:
