@@ -199,11 +199,11 @@ def _named(instruction: HloInstruction, attribute: str) -> str:
 
 def compile_step(step: StateStep, backend: Backend, mesh: Any, with_kernel: bool) -> jax.stages.Compiled:
     """Compiles a layer of a step, which updates its pages in place."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     num_tokens = step.rows * step.tokens if step.tokens == 1 else step.rows * step.tokens + PAGE_SIZE
 
     def on_device(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # type: ignore[no-untyped-call]
 
     def run(pages: Any, place: Any, table: Any, starts: Any, lens: Any, weights: Any, tokens: Any) -> Any:
         rows = RaggedRows.build(table, starts, lens, num_tokens)

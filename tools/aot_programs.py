@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -390,7 +391,7 @@ def _states_program(case: DeltaCase, backend: Backend) -> Program:
         def run(
             pages: jax.Array, page_table: jax.Array, taps: jax.Array, tokens: dict[str, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
-            plan = states.plan(case.ragged(page_table), case.page_size)
+            plan: Any = states.plan(case.ragged(page_table), case.page_size)
 
             def layer(pages: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
                 read, pages = states(pages, number, plan, {"taps": taps[number]}, tokens)

@@ -8,7 +8,7 @@ sum over keys needs no other warp and no shared memory. The next token is fetche
 
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ class StateTile:
         return int(self.keys_last)
 
     @property
-    def layout(self) -> plgpu.Layout:
+    def layout(self) -> Any:
         """Returns which thread has which numbers.
 
         A thread has `VECTOR` neighbours in memory. A warp reads 128 bytes of four lines or, of keys that come first, 64
