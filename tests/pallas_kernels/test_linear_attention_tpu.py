@@ -133,8 +133,9 @@ class Step:
 def test_equals_float64(name: str, dtype: str, chip: str) -> None:
     step = Step.random(next(case for case in CASES if case.name == name), dtype)
     (read, pages), (expected, after) = step.run(TPUS[chip]), step.expected()
-    np.testing.assert_allclose(read, expected, atol=1e-5)
-    np.testing.assert_allclose(pages[:, 1:], after[:, 1:], atol=2e-5)
+    # Logarithms of what is left add up to some -100, of which float32 keeps 1e-5.
+    np.testing.assert_allclose(read, expected, atol=1e-5, rtol=2e-5)
+    np.testing.assert_allclose(pages[:, 1:], after[:, 1:], atol=1e-5, rtol=2e-5)
 
 
 def test_visits_take_in_every_token_once() -> None:

@@ -98,7 +98,6 @@ def take_chunks(
             ],
             scratch_shapes=[
                 pltpu.VMEM((heads, num_rows, width), jnp.float32),
-                pltpu.VMEM((heads, SUBLANES + tile, num_channels), jnp.float32),
             ],
         ),
         input_output_aliases={len(scalars) + 3: 1},
@@ -126,13 +125,12 @@ def _chunk(
     out: Any,  # [N, heads * r * 128]
     after: Any,  # [heads, S, 128]
     state: Any,  # [heads, S, 128]: what the row's tokens have left
-    seen: Any,  # [heads, 8 + N, C]: the channels of the tokens before the tile, and of the tile
     *,
     values_per_key: int,
     decays: int,
 ) -> None:
-    (heads, size, num_channels), num_tokens, r = taps.shape, x.shape[0], values_per_key
-    visit, parts, betas = pl.program_id(1), num_channels // SIZE, heads * r * decays
+    heads, num_tokens, r = taps.shape[0], x.shape[0], values_per_key
+    visit, parts, betas = pl.program_id(1), taps.shape[2] // SIZE, heads * r * decays
     low, high = lows[visit], highs[visit]
 
     @pl.when(firsts[visit] == 1)
@@ -150,23 +148,10 @@ def _chunk(
     total = _product((i >= j).astype(jnp.float32), gate)  # of the logarithms g, until each token
     total_rows = total.T
     for head in range(heads):
-        # The tokens before the first one are those of the window.
-        seen[head, SUBLANES:, :] = x[:, head * num_channels : (head + 1) * num_channels].astype(jnp.float32)
-        window = [
-            (r * SIZE + age * parts + part, age, slice(part * SIZE, (part + 1) * SIZE))
-            for age in range(size - 1)
-            for part in range(parts)
-        ]
-        for row, age, lanes in window:
-            seen[head, pl.ds(SUBLANES + 1 - size + age + low, 1), lanes] = state[head, row : row + 1, :]
-        first = SUBLANES + 1 - size
-        mixed = sum(
-            taps[head, age : age + 1, :] * seen[head, first + age : first + age + num_tokens, :] for age in range(size)
+        q, k, *v = (
+            jnp.where(is_real, _mixed(taps, x, state, head, part, parts, r * SIZE, low, high), 0.0)
+            for part in range(parts)  # tokens that are not real are another row's, or anything
         )
-        mixed = jnp.where(is_real, jax.nn.silu(mixed), 0.0)  # other tokens are another row's, or anything
-        for row, age, lanes in window:
-            state[head, row : row + 1, :] = seen[head, pl.ds(first + age + high, 1), lanes]
-        q, k, *v = (mixed[:, part * SIZE : (part + 1) * SIZE] for part in range(parts))
         q, k = of_length_one(q) * SIZE**-0.5, of_length_one(k)
         qk = jnp.concatenate([q, k])
         products = _product(qk, k, contracted=(1, 1)) if decays == 1 else None
@@ -190,6 +175,33 @@ def _chunk(
             added = _product(k * jnp.exp(until[num_tokens - 1 :] - until), error, contracted=(0, 0))
             state[head, rows, :] = matrix * jnp.exp(total_rows[own, num_tokens - 1 :]) + added
     after[...] = state[...]
+
+
+def _mixed(
+    taps: Any, x: Any, state: Any, head: int, part: int, parts: int, first: int, low: jax.Array, high: jax.Array
+) -> jax.Array:
+    """Returns what the convolution makes of a part of the channels [N, 128], and moves its window on.
+
+    The tokens are `low` to `high`. The window is in rows `first` and after of the state, an age and then a part
+    after the other.
+    """
+    size, num_tokens = taps.shape[1], x.shape[0]
+    lanes = slice(part * SIZE, (part + 1) * SIZE)
+    channels = x[:, (head * parts + part) * SIZE : (head * parts + part + 1) * SIZE].astype(jnp.float32)
+    ages = [state[head, row : row + 1, :] for row in range(first + part, first + (size - 1) * parts, parts)]
+    unused = jnp.zeros((SUBLANES + 1 - size, SIZE), jnp.float32)
+    # The window stands just before the first token.
+    window = jnp.concatenate([unused, *ages, jnp.zeros((num_tokens, SIZE), jnp.float32)])
+    seen = jnp.concatenate([jnp.zeros((SUBLANES, SIZE), jnp.float32), channels])
+    number = jax.lax.broadcasted_iota(jnp.int32, (len(seen), 1), 0)
+    seen = jnp.where(number >= SUBLANES + low, seen, pltpu.roll(window, low, 0))
+    begins = range(SUBLANES + 1 - size, SUBLANES + 1)
+    mixed = sum(taps[head, age : age + 1, lanes] * seen[begin : begin + num_tokens] for age, begin in enumerate(begins))
+    after = pltpu.roll(seen, len(seen) - high, 0)
+    for age, begin in enumerate(begins[:-1]):
+        row = first + age * parts + part
+        state[head, row : row + 1, :] = after[begin : begin + 1]
+    return jax.nn.silu(mixed)
 
 
 def _by_channel(q: jax.Array, k: jax.Array, until: jax.Array) -> jax.Array:
