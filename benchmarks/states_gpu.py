@@ -1,10 +1,10 @@
 """Counts the kernels and the bytes of one layer with states for a GPU, in plain XLA and with our kernel.
 
 Nothing runs: the programs are compiled for a GPU that is not here, in the environment .aot. A loop over rows counts as
-often as the step has rows, or runs of a prompt. Of a condition, the branch with more kernels counts. XLA's loops and
-conditions wait for a number on the host, which is counted, too. The bytes of a fusion are those of its operands and
-results, but of a slice of pages only what it reads or writes. The least bytes are each state read and written once, and
-the tokens. It prints a table and writes benchmarks/results/states-gpu-DATE-COMMIT.json.
+often as the step has rows, or runs of a prompt, and a condition as its branch with more kernels. The host waits for a
+number of each turn of a loop and of each condition, which is counted, too. The bytes of a fusion are those of its
+operands and results, but a slice of pages has only those that it reads or writes. The least bytes are each state read
+and written once, and the tokens. It prints a table and writes benchmarks/results/states-gpu-DATE-COMMIT.json.
 
     .aot/bin/python -m benchmarks.states_gpu [CHIP]
 """
@@ -56,7 +56,7 @@ class StateStep:
 
     @property
     def turns(self) -> int:
-        """How often XLA's loop over rows and runs of a prompt goes round."""
+        """The turns of XLA's loop over rows and runs of a prompt."""
         return self.rows * -(-self.tokens // PAGE_SIZE)
 
     @property
@@ -76,7 +76,7 @@ STEPS = (StateStep(16, 1), StateStep(64, 1), StateStep(256, 1), StateStep(1, 512
 
 @dataclass(frozen=True)
 class Counted:
-    """What a program does in one run."""
+    """The kernels of one run of a program, the waits of the host, and the bytes that kernels read and write."""
 
     kernels: int = 0
     host_waits: int = 0

@@ -22,6 +22,7 @@ from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
@@ -243,7 +244,10 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "experts":
         return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
     if kind == "states":
-        return () if backend == REFERENCE else tuple(_states_program(case, backend) for case in STATES_SERVING)
+        if backend == REFERENCE:
+            return ()
+        scans = (_scan_program(backend),) if backend.kind == "gpu" else ()
+        return (*scans, *(_delta_program(case, backend) for case in STATES_SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -369,13 +373,38 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
     return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
 
 
-def _states_program(case: DeltaCase, backend: Backend) -> Program:
-    """Compiles a scan over layers that keep a state, whose pages are updated in place."""
-    K, r, T = case.num_heads, case.values_per_key, case.num_tokens
-    delta = GatedDelta(r, case.size, case.size) if case.decays == 1 else ChannelDelta(case.size)
-    memory = StateMemory(K, RecurrentRule(CausalConv(case.num_channels, CONV_SIZE), delta))
+def _delta_program(case: DeltaCase, backend: Backend) -> Program:
+    r, size = case.values_per_key, case.size
+    delta = GatedDelta(r, size, size) if case.decays == 1 else ChannelDelta(size)
+    rule = RecurrentRule(CausalConv(case.num_channels, CONV_SIZE), delta)
+    gates = {"g": (r,), "beta": (r,)} if case.decays == 1 else {"g": (size,), "beta": ()}
+    return _states_program(case, StateMemory(case.num_heads, rule), {}, gates, backend)
+
+
+def _scan_program(backend: Backend) -> Program:
+    """Compiles the Mamba-2 of Nemotron Nano 2, which the kernel for GPUs takes, for rows that decode."""
+    scan = SelectiveScan(num_heads=16, head_size=80, state_size=128)
+    memory = StateMemory(8, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
+    weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
+    case = replace(STATES_SERVING[0], name="nemotron-nano-decode-64")
+    return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+
+
+def _states_program(
+    case: DeltaCase,
+    memory: StateMemory,
+    weights: dict[str, tuple[int, ...]],
+    gates: dict[str, tuple[int, ...]],
+    backend: Backend,
+) -> Program:
+    """Compiles a scan over layers that keep a state, whose pages are updated in place.
+
+    weights: what the rule has beside the taps of its convolution, by the shape for a head
+    gates: what a token has beside its channels, in the same way
+    """
     states = TpuStates.of(memory, backend) or GpuStates.of(memory, backend)
-    assert states is not None, "cases are such that kernels take them"
+    assert states is not None and isinstance(memory.rule, RecurrentRule) and memory.rule.conv is not None
+    K, T, conv = memory.num_kv_heads, case.num_tokens, memory.rule.conv
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         return memory.pages(LAYERS, num_pages, case.page_size, DTYPE, backend)
@@ -385,25 +414,31 @@ def _states_program(case: DeltaCase, backend: Backend) -> Program:
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         everywhere = NamedSharding(mesh, PartitionSpec())
 
-        def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
+        def on_device(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         def run(
-            pages: jax.Array, page_table: jax.Array, taps: jax.Array, tokens: dict[str, jax.Array]
+            pages: jax.Array, page_table: jax.Array, weights: dict[str, jax.Array], tokens: dict[str, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
             plan: Any = states.plan(case.ragged(page_table), case.page_size)
 
             def layer(pages: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-                read, pages = states(pages, number, plan, {"taps": taps[number]}, tokens)
+                own = {name: stacked[number] for name, stacked in weights.items()}
+                read, pages = states(pages, number, plan, own, tokens)
                 return pages, read.astype(DTYPE)
 
             return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))
 
-        table = on_device((len(case.rows), case.columns), jnp.int32)
-        taps = on_device((LAYERS, K, CONV_SIZE, case.num_channels))
-        tokens = {name: on_device((T, K, *part)) for name, part in delta.taken_parts.items() if name in ("g", "beta")}
-        tokens[CHANNELS] = on_device((T, K, case.num_channels), DTYPE)
-        return jax.jit(run, donate_argnums=0).lower(on_device(pages.shape), table, taps, tokens).compile()
+        stacks = {"taps": (conv.size, conv.channels), **weights}
+        tokens = {name: on_device(T, K, *part) for name, part in gates.items()}
+        tokens[CHANNELS] = on_device(T, K, conv.channels, dtype=DTYPE)
+        arguments = (
+            on_device(*pages.shape),
+            on_device(len(case.rows), case.columns, dtype=jnp.int32),
+            {name: on_device(LAYERS, K, *part) for name, part in stacks.items()},
+            tokens,
+        )
+        return jax.jit(run, donate_argnums=0).lower(*arguments).compile()
 
     size = _num_bytes(pages)
     return Program(f"states/{case.name}/{backend.kind}", MeshShape(1, 1), size, size // LAYERS, compile_for)

@@ -27,7 +27,7 @@ MOST_NUMBERS = 8192
 
 
 class StateTokens(NamedTuple):
-    """What the states of K groups of r heads take in of T tokens, f32. The heads of a group share keys and queries."""
+    """The T tokens that the states of K groups of r heads take in, f32. The heads of a group share keys and queries."""
 
     queries: jax.Array  # [T, K, Dk]
     keys: jax.Array  # [T, K, Dk]
@@ -37,7 +37,7 @@ class StateTokens(NamedTuple):
 
 
 class StatePlan(NamedTuple):
-    """Where the states of rows are. It depends on the rows, and is the same for all layers of a step."""
+    """The plan of `take_tokens`. It depends on the rows, and is the same for all layers of a step."""
 
     rows: jax.Array  # i32[R, 4]: first token, first column and number of columns; page of the state before, or -1
     columns: jax.Array  # i32[columns, 2]: end of its tokens, and page of the state after them, or 0 for none
