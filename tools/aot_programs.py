@@ -1,7 +1,7 @@
 """The programs that every chip must compile: kernels on each realistic batch, and the engine's step around them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -393,8 +393,8 @@ def _scan_program(backend: Backend) -> Program:
 def _states_program(
     case: DeltaCase,
     memory: StateMemory,
-    weights: dict[str, tuple[int, ...]],
-    gates: dict[str, tuple[int, ...]],
+    weights: Mapping[str, tuple[int, ...]],
+    gates: Mapping[str, tuple[int, ...]],
     backend: Backend,
 ) -> Program:
     """Compiles a scan over layers that keep a state, whose pages are updated in place.

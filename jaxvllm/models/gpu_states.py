@@ -119,8 +119,8 @@ class GpuStates:
             return lax.dynamic_slice(pages, begin, (1, 1, K, S - num_rows, W)).reshape(K, -1)
 
         size, channels = self.conv.window
-        # Without the barrier XLA may read pages again after the kernel, and copy all of them before it: 346 MB for 16 rows
-        # of one group of 16 heads, 80 by 128, compiled for H100.
+        # Without the barrier XLA may read pages again after the kernel, and so copy all of them before it: 346 MB
+        # for 16 rows of a group of 16 heads, 80 by 128 (compiled for H100).
         found = lax.optimization_barrier(jax.vmap(one)(before))
         found = found[..., : size * channels].reshape(len(before), K, size, channels)
         return jnp.where((before >= 0)[:, None, None, None], found, 0.0)
