@@ -1,9 +1,9 @@
 """The programs that every chip must compile: kernels on each realistic batch, and the engine's step around them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,23 @@ from jax.typing import DTypeLike
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.speculative_config import SpeculativeConfig
+from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.plain import MATRIX
+from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_memory import StateMemory
+from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
@@ -32,7 +40,6 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
-from pallas_kernels.linear_attention import plan_visits
 from pallas_kernels.linear_attention.cases import CONV_SIZE, DeltaCase
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
 from pallas_kernels.ragged_paged_attention import (
@@ -248,7 +255,10 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "experts":
         return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
     if kind == "states":
-        return tuple(_states_program(case, chip) for case in STATES_SERVING) if isinstance(chip, TpuChip) else ()
+        if backend == REFERENCE:
+            return ()
+        scans = (_scan_program(backend),) if backend.kind == "gpu" else ()
+        return (*scans, *(_delta_program(case, backend) for case in STATES_SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -374,49 +384,75 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
     return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
 
 
-def _states_program(case: DeltaCase, chip: TpuChip) -> Program:
-    """Compiles a scan over layers that keep a state, whose pages are updated in place."""
-    # Kernels are imported where they run: this module is read for chips of other makers, too.
-    from pallas_kernels.linear_attention.tpu import choose_blocks, delta_rule
+def _delta_program(case: DeltaCase, backend: Backend) -> Program:
+    r, size = case.values_per_key, case.size
+    delta = GatedDelta(r, size, size) if case.decays == 1 else ChannelDelta(size)
+    rule = RecurrentRule(CausalConv(case.num_channels, CONV_SIZE), delta)
+    gates = {"g": (r,), "beta": (r,)} if case.decays == 1 else {"g": (size,), "beta": ()}
+    return _states_program(case, StateMemory(case.num_heads, rule), {}, gates, backend)
 
-    K, r, T = case.num_heads, case.values_per_key, case.num_tokens
+
+def _scan_program(backend: Backend) -> Program:
+    """Compiles the Mamba-2 of Nemotron Nano 2, which the kernel for GPUs takes, for rows that decode."""
+    scan = SelectiveScan(num_heads=16, head_size=80, state_size=128)
+    memory = StateMemory(8, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
+    weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
+    case = replace(STATES_SERVING[0], name="nemotron-nano-decode-64")
+    return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+
+
+def _states_program(
+    case: DeltaCase,
+    memory: StateMemory,
+    weights: Mapping[str, tuple[int, ...]],
+    gates: Mapping[str, tuple[int, ...]],
+    backend: Backend,
+) -> Program:
+    """Compiles a scan over layers that keep a state, whose pages are updated in place.
+
+    weights: what the rule has beside the taps of its convolution, by the shape for a head
+    gates: what a token has beside its channels, in the same way
+    """
+    states = TpuStates.of(memory, backend) or GpuStates.of(memory, backend)
+    assert states is not None and isinstance(memory.rule, RecurrentRule) and memory.rule.conv is not None
+    K, T, conv = memory.num_kv_heads, case.num_tokens, memory.rule.conv
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((LAYERS, num_pages, K, case.page_rows, case.size), jnp.float32)
+        return memory.pages(LAYERS, num_pages, case.page_size, DTYPE, backend)
 
     pages = pool(POOL_BYTES // _num_bytes(pool(1)))
-    blocks = choose_blocks(K, case.page_rows, r, (case.size, case.size), chip)
-    assert blocks is not None, "cases are such that there is room"
-    take = partial(delta_rule, blocks=blocks, chip=chip)
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         everywhere = NamedSharding(mesh, PartitionSpec())
 
-        def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
+        def on_device(*shape: int, dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
         def run(
-            pages: jax.Array, page_table: jax.Array, taps: jax.Array, channels: jax.Array, g: jax.Array, beta: jax.Array
+            pages: jax.Array, page_table: jax.Array, weights: dict[str, jax.Array], tokens: dict[str, jax.Array]
         ) -> tuple[jax.Array, jax.Array]:
-            visits = plan_visits(case.ragged(page_table), case.page_size)
+            plan: Any = states.plan(case.ragged(page_table), case.page_size)
 
             def layer(pages: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-                read, pages = take(pages, number, visits, taps[number], channels, g, beta)
+                own = {name: stacked[number] for name, stacked in weights.items()}
+                read, pages = states(pages, number, plan, own, tokens)
                 return pages, read.astype(DTYPE)
 
             return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))
 
-        table = on_device((len(case.rows), case.columns), jnp.int32)
-        taps, channels = (
-            on_device((LAYERS, K, CONV_SIZE, case.num_channels)),
-            on_device((T, K, case.num_channels), DTYPE),
+        stacks = {"taps": (conv.size, conv.channels), **weights}
+        tokens = {name: on_device(T, K, *part) for name, part in gates.items()}
+        tokens[CHANNELS] = on_device(T, K, conv.channels, dtype=DTYPE)
+        arguments = (
+            on_device(*pages.shape),
+            on_device(len(case.rows), case.columns, dtype=jnp.int32),
+            {name: on_device(LAYERS, K, *part) for name, part in stacks.items()},
+            tokens,
         )
-        gates = on_device((T, K, r, case.decays)), on_device((T, K, r))
-        arguments = on_device(pages.shape), table, taps, channels, *gates
         return jax.jit(run, donate_argnums=0).lower(*arguments).compile()
 
     size = _num_bytes(pages)
-    return Program(f"states/{case.name}/tpu", MeshShape(1, 1), size, size // LAYERS, compile_for)
+    return Program(f"states/{case.name}/{backend.kind}", MeshShape(1, 1), size, size // LAYERS, compile_for)
 
 
 def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:

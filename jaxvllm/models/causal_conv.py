@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.norm import bias_of
 from jaxvllm.models.positive import require_positive
+from pallas_kernels.ragged_paged_attention import RaggedRows
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,22 @@ class CausalConv:
         N, every = len(channels), jnp.concatenate([window, channels])
         seen = jnp.stack([every[i : i + N] for i in range(self.size)], axis=1)
         return self._finished(weights, jnp.sum(seen * weights["taps"], axis=1))
+
+    def seen_in(self, rows: RaggedRows, windows: jax.Array, channels: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Returns the channels that `tokens` i32[N] of a step see, f32[N, size, K, C], the oldest first.
+
+        channels f32[T, K, C] are those of all tokens, and windows f32[R, K, size - 1, C] those before the rows' tokens.
+        """
+        row, before = rows.token_rows[tokens], jnp.arange(self.size - 1, -1, -1)
+        in_row = (tokens - rows.query_starts[row])[:, None]
+        of_step = jnp.take(channels, tokens[:, None] - before, axis=0, mode="clip")
+        oldest = jnp.clip(in_row - before + self.size - 1, 0, self.size - 2)
+        of_window = jnp.moveaxis(windows, 2, 1)[row[:, None], oldest]
+        return jnp.where((before <= in_row)[..., None, None], of_step, of_window)
+
+    def take_seen(self, weights: Mapping[str, jax.Array], seen: jax.Array) -> jax.Array:
+        """Returns what becomes of tokens that see `seen` f32[N, size, K, C]: f32[N, K, C]."""
+        return self._finished(weights, jnp.sum(seen * jnp.swapaxes(weights["taps"], 0, 1), axis=1))
 
     def after(self, window: jax.Array, channels: jax.Array) -> jax.Array:
         """Returns the window after a token."""

@@ -1,4 +1,4 @@
-"""Reads the optimized HLO text of a compiled program: its collectives, and the arrays that a TPU keeps in VMEM."""
+"""Reads the optimized HLO text of a compiled program: its instructions, its collectives, and arrays in a TPU's VMEM."""
 
 import math
 import re
@@ -64,7 +64,9 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class HloInstruction:
+    """An instruction of a computation, as the text of a program writes it."""
+
     name: str
     shape: str
     opcode: str
@@ -78,7 +80,7 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
     does a collective inside a fusion or an asynchronous call. Raises UnreadableHlo for a loop with collectives whose
     length the text does not tell.
     """
-    computations, entry = _parse(hlo)
+    computations, entry = parse_hlo(hlo)
     found: Counter[tuple[Kind, int, bool, str]] = Counter()
     for kind, num_bytes, conditional, over, times in _walk(computations, entry, False):
         found[kind, num_bytes, conditional, over] += times
@@ -99,9 +101,9 @@ def largest_vmem_array(hlo: str) -> tuple[int, str]:
     return max(((array_bytes(array), array) for array in set(_IN_VMEM.findall(hlo))), default=(0, ""))
 
 
-def _parse(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
+def parse_hlo(hlo: str) -> tuple[dict[str, list[HloInstruction]], str]:
     """Returns the instructions of each computation, and the name of the entry computation."""
-    computations: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[HloInstruction]] = {}
     entry, current = "", None
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
@@ -110,14 +112,14 @@ def _parse(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
         elif line.startswith("}"):
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(_Instruction(*match.groups()))
+            current.append(HloInstruction(*match.groups()))
     if not entry:
         raise UnreadableHlo("this is no HLO text: it has no ENTRY computation")
     return computations, entry
 
 
 def _walk(
-    computations: dict[str, list[_Instruction]], name: str, conditional: bool
+    computations: dict[str, list[HloInstruction]], name: str, conditional: bool
 ) -> Iterator[tuple[Kind, int, bool, str, int]]:
     """Yields (kind, bytes, conditional, axis, times) of each collective in a computation and in those that it calls."""
     one_of: list[list[tuple[Kind, int, bool, str, int]]] = []
@@ -147,17 +149,17 @@ def _walk(
     yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, _, times in found), default=())
 
 
-def _names(attribute: re.Pattern[str], instruction: _Instruction) -> Iterator[str]:
+def _names(attribute: re.Pattern[str], instruction: HloInstruction) -> Iterator[str]:
     for names in attribute.findall(instruction.rest):
         yield from _NAME.findall(names)
 
 
-def _turns_once_at_most(condition: list[_Instruction]) -> bool:
+def _turns_once_at_most(condition: list[HloInstruction]) -> bool:
     """Returns whether a loop goes on by a value that its body makes, as that of `run_if` does, and counts nothing."""
     return all(instruction.opcode in ("parameter", "get-tuple-element", "copy") for instruction in condition)
 
 
-def _trip_count(loop: _Instruction, condition: list[_Instruction]) -> int:
+def _trip_count(loop: HloInstruction, condition: list[HloInstruction]) -> int:
     """Returns how often a loop from 0 runs.
 
     XLA:CPU and XLA:GPU state it. For a TPU, the condition of the loop compares with a constant.

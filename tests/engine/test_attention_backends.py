@@ -69,6 +69,44 @@ def test_the_engine_says_the_same(backend: BackendName, has_window: bool) -> Non
     assert tokens[0] == tokens[-1]
 
 
+# Two layers of Mamba-2 with sizes that the kernel of states takes, of three heads in one group.
+STATES = {"num_hidden_layers": 2, "expand": 1, "num_heads": 3, "head_dim": 16, "n_groups": 1, "state_size": 32}
+MIXER: dict[str, list[int]] = {
+    "A_log": [3],
+    "D": [3],
+    "conv1d.bias": [112],
+    "conv1d.weight": [112, 1, 3],
+    "dt_bias": [3],
+    "in_proj.bias": [163],
+    "in_proj.weight": [163, 48],
+    "norm.weight": [48],
+    "out_proj.bias": [48],
+    "out_proj.weight": [48, 48],
+}
+
+
+@pytest.mark.slow
+def test_states_that_a_kernel_keeps_give_the_same_tokens() -> None:
+    fixture = Fixture.load("mamba2")
+    shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[23]\.|mixer", name)}
+    shapes |= {f"backbone.layers.{i}.mixer.{name}": shape for i in range(2) for name, shape in MIXER.items()}
+    few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
+    prompts = [list(range(1, 36)), list(range(40, 45)), [7], list(range(1, 36))]
+    found = []
+    with TemporaryDirectory() as name, quick_compilation():
+        directory = replace(fixture, config=fixture.config | STATES, shapes=shapes).write_checkpoint(Path(name))
+        for backend in ("reference", "interpret-gpu"):
+            options = few | dict(max_model_len=64, warm_up="background", dtype="float32", max_decode_burst=2)
+            with tiny_llm(directory, attention_backend=backend, **options) as llm:
+                outputs = llm.generate(prompts, replace(GREEDY, max_tokens=4, logprobs=1), use_tqdm=False)
+                assert_idle(llm)
+                found.append([output.outputs[0] for output in outputs])
+    expected, got = found
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_another_devices_kernels_are_refused(name: BackendName) -> None:
     with pytest.raises(ValueError, match=f"attention backend {name} needs a {name.upper()}, this is a CPU: use auto"):

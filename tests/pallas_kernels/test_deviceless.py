@@ -203,6 +203,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/split/reference"]),
         ("h200", "experts", ["experts/qwen3-30b-decode-64/gpu"]),
+        ("h200", "states", ["states/nemotron-nano-decode-64/gpu", "states/kimi-linear-prompt-512/gpu"]),
         ("v5e", "step", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", "step", ["step/mixed-experts/tpu"]),
         ("v7x", "step", ["step/split/tpu"]),

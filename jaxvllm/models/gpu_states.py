@@ -1,0 +1,143 @@
+"""`GpuStates`: lets states that are matrices take tokens in by the kernel for NVIDIA GPUs.
+
+The convolution, and what a recurrence understands of its result, are plain XLA for all tokens of a step at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxvllm.models.causal_conv import CausalConv
+from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba2 import SelectiveScan
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
+from jaxvllm.models.state_memory import StateMemory, Token
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import GpuChip
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+if TYPE_CHECKING:
+    from pallas_kernels.linear_attention.gpu import StatePlan, StateTile, StateTokens
+
+type MatrixRecurrence = GatedDelta | ChannelDelta | SelectiveScan
+type StepPlan = tuple[RaggedRows, StatePlan]
+
+
+@dataclass(frozen=True)
+class GpuStates:
+    """The states of a memory whose heads keep matrices in rows of a page, and then the window of the convolution."""
+
+    conv: CausalConv
+    recurrence: MatrixRecurrence
+    interpret: bool
+
+    @classmethod
+    def of(cls, memory: StateMemory, backend: Backend) -> Self | None:
+        """Returns those of `memory`, or None where the kernel does not take its matrices, or is not for this chip."""
+        if not isinstance(backend.chip, GpuChip):
+            return None
+        match memory.rule:
+            case RecurrentRule(CausalConv() as conv, GatedDelta() | ChannelDelta() | SelectiveScan() as recurrence):
+                states = cls(conv, recurrence, backend.interpret)
+                takes = all(states.tile(decode_only) is not None for decode_only in (True, False))
+                return states if takes and memory.width == states.matrix[1] else None
+        return None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The rows and columns of a head's matrix."""
+        rows, columns = self.recurrence.parts[0][-2:]
+        return rows, columns
+
+    def tile(self, decode_only: bool) -> "StateTile | None":
+        # Kernels are imported where they run, because Pallas takes half a second of start-up.
+        from pallas_kernels.linear_attention.gpu import choose_tile
+
+        return choose_tile(self.matrix, keys_last=isinstance(self.recurrence, SelectiveScan), decode_only=decode_only)
+
+    def plan(self, rows: RaggedRows, page_size: int) -> StepPlan:
+        """Makes what all layers of a step share."""
+        from pallas_kernels.linear_attention.gpu import plan_states
+
+        return rows, plan_states(rows, page_size)
+
+    def __call__(
+        self,
+        pages: jax.Array,
+        place: jax.Array | int,
+        plan: StepPlan,
+        weights: Mapping[str, jax.Array],
+        tokens: Token,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Is `StateMemory.advance` for a step with such a plan, but for rounding."""
+        from pallas_kernels.linear_attention.gpu import take_tokens
+
+        (rows, states), channels = plan, tokens[CHANNELS].astype(jnp.float32)
+        heads = self.recurrence.parts[0][0] if len(self.recurrence.parts[0]) == 3 else 1
+        num_rows = heads * self.matrix[0]
+        windows = self._windows(pages, place, states.rows[:, 3], num_rows)
+        seen = partial(self.conv.seen_in, rows, windows, channels)
+        mixed = self.conv.take_seen(weights, seen(jnp.arange(len(channels), dtype=jnp.int32)))
+        of_heads = jax.vmap(self.recurrence.understand)
+        understood = jax.vmap(of_heads, (None, 0, 0))(weights, mixed, tokens)
+        ends = jnp.moveaxis(seen(states.windows_end())[:, 1:], 1, 2)  # [columns, K, size - 1, C]
+        rest = ends.reshape(*ends.shape[:2], -1)
+        room = (pages.shape[3] - num_rows) * pages.shape[4]
+        rest = jnp.pad(rest, ((0, 0), (0, 0), (0, room - rest.shape[2])))
+        tile = self.tile(rows.decode_only)
+        assert tile is not None
+        read, pages = take_tokens(
+            pages,
+            place,
+            states,
+            self._state_tokens(understood),
+            rest.reshape(*rest.shape[:2], -1, pages.shape[4]),
+            tile=tile,
+            corrects=not isinstance(self.recurrence, SelectiveScan),
+            interpret=self.interpret,
+        )
+        read = jnp.where(rows.is_real()[:, None, None, None], read, 0.0)
+        if isinstance(self.recurrence, SelectiveScan):
+            return read + understood["skipped"], pages
+        return (read[:, :, 0] if isinstance(self.recurrence, ChannelDelta) else read), pages
+
+    def _windows(self, pages: jax.Array, place: jax.Array | int, before: jax.Array, num_rows: int) -> jax.Array:
+        """Returns the windows f32[R, K, size - 1, C] in the pages `before` i32[R], zeros for -1.
+
+        They follow the first `num_rows` of a page.
+        """
+        _, _, K, S, W = pages.shape
+
+        def one(page: jax.Array) -> jax.Array:
+            begin = place, jnp.maximum(page, 0), 0, num_rows, 0
+            return lax.dynamic_slice(pages, begin, (1, 1, K, S - num_rows, W)).reshape(K, -1)
+
+        size, channels = self.conv.window
+        # Without the barrier XLA may read pages again after the kernel, and so copy all of them before it: 346 MB
+        # for 16 rows of a group of 16 heads, 80 by 128 (compiled for H100).
+        found = lax.optimization_barrier(jax.vmap(one)(before))
+        found = found[..., : size * channels].reshape(len(before), K, size, channels)
+        return jnp.where((before >= 0)[:, None, None, None], found, 0.0)
+
+    def _state_tokens(self, understood: Token) -> "StateTokens":
+        """Returns what the kernel needs of tokens that are understood, [T, K, ..]."""
+        from pallas_kernels.linear_attention.gpu import StateTokens
+
+        kept = jnp.exp(understood["g"])
+        match self.recurrence:
+            case SelectiveScan():
+                queries, keys, values = understood["c"], understood["b"], understood["dx"]
+                kept, betas = kept[..., None], jnp.ones_like(kept)
+            case ChannelDelta():
+                queries, keys, values = understood["q"], understood["k"], understood["v"][..., None, :]
+                kept, betas = kept[..., None, :], understood["beta"][..., None]
+            case GatedDelta():
+                queries, keys, values = understood["q"], understood["k"], understood["v"]
+                kept, betas = kept[..., None], understood["beta"]
+        return StateTokens(queries, keys, values, kept, betas)

@@ -1,0 +1,118 @@
+"""States on GPUs: what the kernel makes of a step, interpreted, is what plain XLA makes of it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.models.causal_conv import CausalConv
+from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.gpu_states import GpuStates
+from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba import ChannelScan
+from jaxvllm.models.mamba2 import SelectiveScan
+from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
+from jaxvllm.models.short_conv import WindowAlone
+from jaxvllm.models.state_memory import Columns, StateMemory
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import chip_named
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+HEADS, PAGE_SIZE, PLACE = 2, 4, 1
+BACKEND = Backend("gpu", chip_named("h200"), interpret=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A memory, the shapes of its weights beside the taps [K, ..], and of what a token has beside channels."""
+
+    rule: RecurrentRule
+    weights: dict[str, tuple[int, ...]]
+    token: dict[str, tuple[int, ...]]
+
+    @property
+    def memory(self) -> StateMemory:
+        return StateMemory(HEADS, self.rule)
+
+
+LAYERS = {
+    "gated delta": Layer(
+        RecurrentRule(CausalConv(128, 4), GatedDelta(values_per_key=2, key_size=32, value_size=32)),
+        {},
+        {"g": (2,), "beta": (2,)},
+    ),
+    "Kimi delta": Layer(RecurrentRule(CausalConv(96, 4), ChannelDelta(32)), {}, {"g": (32,), "beta": ()}),
+    "Mamba-2": Layer(
+        RecurrentRule(CausalConv(96, 3, has_bias=True), SelectiveScan(num_heads=2, head_size=16, state_size=32)),
+        {"bias": (96,), "skip": (2,)},
+        {"g": (2,), "dt": (2,)},
+    ),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def advance(layer: Layer, by_kernel: bool, pages: Any, rows: RaggedRows, weights: Any, tokens: Any) -> Any:
+    if not by_kernel:
+        return layer.memory.advance(pages, PLACE, Columns(rows, PAGE_SIZE), weights, tokens)
+    kernel = GpuStates.of(layer.memory, BACKEND)
+    assert kernel is not None
+    return kernel(pages, jnp.int32(PLACE), kernel.plan(rows, PAGE_SIZE), weights, tokens)
+
+
+# Rows that begin, go on within a page and on a new one, and have no token; and rows that decode.
+@pytest.mark.parametrize(
+    ("starts", "lens", "num_tokens"),
+    [((0, 6, 8, 0), (7, 3, 1, 0), 16), ((3, 0, 4, 0), (1, 0, 1, 1), 4)],
+    ids=["mixed", "decode"],
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_is_what_xla_computes(
+    name: str, starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layer, rng = LAYERS[name], np.random.default_rng(0)
+    conv = layer.rule.conv
+    assert conv is not None
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    weights = {"taps": random(HEADS, conv.size, conv.channels)}
+    weights |= {key: random(HEADS, *shape) for key, shape in layer.weights.items()}
+    tokens = {key: rng.uniform(0.1, 1, (num_tokens, HEADS, *shape)) for key, shape in layer.token.items()}
+    tokens = {key: np.asarray(-x if key == "g" else x, np.float32) for key, x in tokens.items()}
+    tokens[CHANNELS] = random(num_tokens, HEADS, conv.channels)
+    table = 1 + jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+    rows = RaggedRows.build(table, jnp.asarray(starts), jnp.asarray(lens), num_tokens)
+    pages = random(*layer.memory.pages(2, 17, PAGE_SIZE, jnp.float32, BACKEND).shape)
+    (expected, expected_pages), (read, got) = (
+        advance(layer, by_kernel, pages, rows, weights, tokens) for by_kernel in (False, True)
+    )
+    is_real = np.asarray(rows.is_real())
+    np.testing.assert_allclose(np.asarray(read)[is_real], np.asarray(expected)[is_real], rtol=1e-5, atol=1e-5)
+    assert read.shape == expected.shape and not np.asarray(read)[~is_real].any() or name == "Mamba-2"
+    np.testing.assert_allclose(np.asarray(got)[:, 1:], np.asarray(expected_pages)[:, 1:], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(got)[:, 0], pages[:, 0])  # which is of nobody
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RecurrentRule(CausalConv(10, 3), WindowAlone()),
+        RecurrentRule(None, ChannelScan(num_channels=32, state_size=32)),
+        RecurrentRule(CausalConv(44, 4), GatedDelta(values_per_key=2, key_size=12, value_size=10)),
+        # Its rows take two rows of a page.
+        RecurrentRule(CausalConv(544, 4), SelectiveScan(num_heads=2, head_size=16, state_size=256)),
+    ],
+)
+def test_what_the_kernel_does_not_take(rule: RecurrentRule) -> None:
+    assert GpuStates.of(StateMemory(HEADS, rule), BACKEND) is None
+
+
+def test_other_chips_have_none() -> None:
+    memory = LAYERS["gated delta"].memory
+    assert GpuStates.of(memory, REFERENCE) is GpuStates.of(memory, Backend("tpu", chip_named("v6e"))) is None

@@ -1,0 +1,141 @@
+"""The kernel that takes tokens into states on GPUs, interpreted, against the recurrence in float64."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.linear_attention import gpu
+from pallas_kernels.ragged_paged_attention import RaggedRows
+
+LAYER, GROUPS, HEADS, REST, PAGE_SIZE = 1, 2, 2, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    printed = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in printed, printed
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A rule, by the sizes of a head's matrix."""
+
+    keys: int
+    values: int
+    keys_last: bool = False
+    corrects: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.values, self.keys) if self.keys_last else (self.keys, self.values)
+
+    def tile(self, decode_only: bool) -> gpu.StateTile:
+        tile = gpu.choose_tile(self.shape, keys_last=self.keys_last, decode_only=decode_only)
+        assert tile is not None
+        return tile
+
+
+DELTA, SCAN = Kind(32, 64), Kind(32, 16, keys_last=True, corrects=False)
+
+
+def tokens_of(kind: Kind, count: int) -> gpu.StateTokens:
+    rng = np.random.default_rng(count)
+    shapes = {
+        "queries": (kind.keys,),
+        "keys": (kind.keys,),
+        "values": (HEADS, kind.values),
+        "kept": (HEADS, 1 if kind.keys_last else kind.keys),
+        "betas": (HEADS,),
+    }
+    made = {name: rng.standard_normal((count, GROUPS, *shape), np.float32) for name, shape in shapes.items()}
+    made |= {name: made[name] / kind.keys**0.5 for name in ("queries", "keys")}
+    made |= {name: 1 / (1 + np.exp(-made[name])) for name in ("kept", "betas")}
+    return gpu.StateTokens(**made)
+
+
+def by_hand(kind: Kind, state: np.ndarray, token: gpu.StateTokens) -> tuple[np.ndarray, np.ndarray]:
+    """The states [K, r, ..] after a token, and what is read, [K, r, Dv]."""
+    q, k, v, kept, beta = (np.asarray(x, np.float64) for x in token)
+    S = np.swapaxes(state, -1, -2) if kind.keys_last else state
+    S = S * kept[..., None]
+    wrong = v - np.einsum("grkv,gk->grv", S, k) if kind.corrects else v
+    S = S + np.einsum("gk,grv->grkv", k, beta[..., None] * wrong)
+    return np.swapaxes(S, -1, -2) if kind.keys_last else S, np.einsum("grkv,gk->grv", S, q)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def take(kind: Kind, decode_only: bool, pages: Any, rows: RaggedRows, tokens: Any, rest: Any) -> Any:
+    plan = gpu.plan_states(rows, PAGE_SIZE)
+    rest = rest[: len(plan.columns)]
+    tile = kind.tile(decode_only)
+    return plan, *gpu.take_tokens(
+        pages, jnp.int32(LAYER), plan, tokens, rest, tile=tile, corrects=kind.corrects, interpret=True
+    )
+
+
+def check(kind: Kind, starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int, table: np.ndarray) -> None:
+    rows = RaggedRows.build(jnp.asarray(table), jnp.asarray(starts), jnp.asarray(lens), num_tokens)
+    tokens, rng = tokens_of(kind, num_tokens), np.random.default_rng(0)
+    S, W = HEADS * kind.shape[0] + REST, kind.shape[1]
+    pages = np.full((2, table.max() + 2, GROUPS, S, W), np.nan, np.float32)
+    for row, start in enumerate(starts):
+        if start > 0:
+            pages[LAYER, table[row, (start - 1) // PAGE_SIZE]] = rng.standard_normal((GROUPS, S, W))
+    rest = rng.standard_normal((num_tokens, GROUPS, REST, W)).astype(np.float32)
+    expected_pages, expected = pages.copy(), np.zeros((num_tokens, GROUPS, HEADS, kind.values))
+    column = 0
+    for row, (start, count) in enumerate(zip(starts, lens, strict=True)):
+        before = pages[LAYER, table[row, (start - 1) // PAGE_SIZE], :, :-REST] if start else np.zeros(1)
+        state = np.resize(np.asarray(before, np.float64), (GROUPS, HEADS, *kind.shape))
+        for index in range(count):
+            token, position = int(rows.query_starts[row]) + index, start + index
+            state, expected[token] = by_hand(kind, state, gpu.StateTokens(*(x[token] for x in tokens)))
+            if index == count - 1 or (position + 1) % PAGE_SIZE == 0:
+                if page := table[row, position // PAGE_SIZE]:
+                    expected_pages[LAYER, page] = np.concatenate([state.reshape(GROUPS, -1, W), rest[column]], axis=1)
+                column += 1
+    plan, read, got = take(kind, rows.decode_only, pages, rows, tokens, rest)
+    assert int(plan.rows[:, 2].sum()) == column
+    is_real = np.asarray(rows.is_real())
+    np.testing.assert_allclose(np.asarray(read)[is_real], expected[is_real], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(got), expected_pages, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN], ids=["delta rule", "selective scan"])
+def test_rows_of_any_length(kind: Kind) -> None:
+    # The first row begins, and nobody needs its first column. The second goes on within a page, the third on a new one.
+    # The fourth has no token, and the fifth begins with one. Its page before and that of the third are the same.
+    table = 1 + np.arange(20, dtype=np.int32).reshape(5, 4)
+    table[0, 0] = 0
+    table[4, 1] = table[2, 1]
+    check(kind, (0, 6, 8, 0, 8), (9, 1, 2, 0, 1), 16, table)
+
+
+@pytest.mark.parametrize("kind", [DELTA, SCAN], ids=["delta rule", "selective scan"])
+def test_rows_that_decode(kind: Kind) -> None:
+    check(kind, (3, 0, 4, 0), (1, 0, 1, 1), 4, 1 + np.arange(8, dtype=np.int32).reshape(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "keys_last", "lines"),
+    [
+        ((128, 128), False, 64),  # Qwen3-Next, Kimi Linear
+        ((256, 128), False, 32),
+        ((64, 64), False, 64),
+        ((64, 128), True, 64),  # Granite 4
+        ((80, 128), True, 16),
+        ((100, 128), False, None),
+        ((128, 16), False, None),
+        ((512, 32), False, None),  # more than the registers of a warpgroup hold
+    ],
+)
+def test_tiles(matrix: tuple[int, int], keys_last: bool, lines: int | None) -> None:
+    tile = gpu.choose_tile(matrix, keys_last=keys_last, decode_only=True)
+    assert (tile and tile.lines) == lines
