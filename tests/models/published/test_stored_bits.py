@@ -3,6 +3,7 @@
 import logging
 import tracemalloc
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,11 @@ def scales_of(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
     return np.random.default_rng(shape[0]).uniform(1e-3, 9e-3, shape).astype(dtype)
 
 
-def gptq(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+def gptq(shape: tuple[int, int], seed: int, bits: int = 4) -> dict[str, np.ndarray]:
     (rows, columns), groups = shape, -(-shape[1] // 16)
     return {
-        "qweight": packed(random_codes(shape, 4, seed), 4).T,
-        "qzeros": packed(random_codes((groups, rows), 4, seed + 1), 4),
+        "qweight": packed(random_codes(shape, bits, seed), bits).T,
+        "qzeros": packed(random_codes((groups, rows), bits, seed + 1), bits),
         "scales": scales_of((groups, rows), np.float16),
         "g_idx": np.arange(columns, dtype=np.int32) // 16,
     }
@@ -132,6 +133,7 @@ def qwen() -> Fixture:
 
 CASES = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq, UINT4),
+    "gptq8": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, partial(gptq, bits=8), INT8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16}, awq, UINT4),
     "int4": (compressed("pack-quantized", num_bits=4, type="int", group_size=16), packed_integers(4), UINT4),
     "int8": (compressed("pack-quantized", num_bits=8, type="int", group_size=16), packed_integers(8), INT8),
@@ -150,10 +152,18 @@ def test_integers_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None
         chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size, layout=layout)))
 
 
-# Latent attention, and experts; on so many devices that they have parts of blocks, and copies of heads.
-@pytest.mark.parametrize(("name", "block", "size"), [("deepseek_v3", (32, 16), 2), ("qwen3", (48, 32), 8)])
-def test_blocks_of_fp8_are_kept_on_any_mesh(name: str, block: tuple[int, int], size: int, tmp_path: Path) -> None:
+# Latent attention, and experts; on so many devices that they have parts of blocks, and copies of heads. Six heads on
+# four devices are filled up to eight, and those of the third one begin within a block.
+@pytest.mark.parametrize(
+    ("name", "block", "size", "num_heads"),
+    [("deepseek_v3", (32, 16), 2, None), ("qwen3", (48, 32), 8, 4), ("qwen3", (48, 32), 4, 6)],
+)
+def test_blocks_of_fp8_are_kept_on_any_mesh(
+    name: str, block: tuple[int, int], size: int, num_heads: int | None, tmp_path: Path
+) -> None:
     fixture = resized(Fixture.load(name), {100: 96}, intermediate_size=96)
+    if num_heads is not None:
+        fixture = resized(fixture, {64: 16 * num_heads}, ".self_attn.", num_attention_heads=num_heads)
     path, _ = fp8_checkpoint(tmp_path, fixture, block)
     for devices, layout in ((1, "separate"), (size, "separate"), (size, "stacked")):
         params = load(path, size=devices, layout=layout)
@@ -198,6 +208,32 @@ def test_layers_that_are_stored_in_several_ways_are_decoded(tmp_path: Path, capl
     chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
 
 
+def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:
+    def parts(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+        usual = gptq(shape, seed)
+        return usual | {"g_idx": np.random.default_rng(seed).permutation(usual["g_idx"])}
+
+    assert not kept(load(of_projections(tmp_path, qwen(), CASES["gptq"][0], parts)))
+
+
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
+    settings, whole, _ = CASES["int4"]
+
+    def parts(shape: tuple[int, int], seed: int, changes: Any) -> dict[str, np.ndarray]:
+        found = whole(shape, seed) | changes
+        return {name: array for name, array in found.items() if array is not None}
+
+    for changes, message in (
+        ({"weight_scale": None}, r"lacks the tensor model.layers.0.*_proj.weight_scale"),
+        ({"weight_scale": np.ones((3, 5), np.float32)}, r"model.safetensors: tensor .*weight_scale has shape \(3, 5\)"),
+        ({"weight_packed": np.ones((3, 5), np.int32)}, r"model.safetensors: tensor .*weight_packed has shape \(3, 5\)"),
+        ({"weight_scale": np.ones((3, 5), np.int32)}, r"weight_scale has shape \(3, 5\)"),
+    ):
+        path = of_projections(tmp_path, qwen(), settings, partial(parts, changes=changes))
+        with pytest.raises(ValueError, match=message):
+            load(path)
+
+
 def matrix_of(code: Code, rows: int, columns: int, group: int, has_zeros: bool = False) -> tuple[ScaledGroups, Any]:
     """A form, and arrays that keep a random matrix in it."""
     stream = np.random.default_rng(rows)
@@ -218,7 +254,7 @@ def matrix_of(code: Code, rows: int, columns: int, group: int, has_zeros: bool =
     ("code", "has_zeros"), [(UINT4, False), (UINT4, True), (INT8, True), (E4M3, False), (FLOAT4, False)], ids=str
 )
 def test_a_product_is_that_of_the_decoded_matrix(code: Code, has_zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaled_groups, "_TILE", 64 * 7)  # seven rows at a time, of which the last have been before
+    monkeypatch.setattr(scaled_groups, "_TILE", 64 * 4)  # four rows at a time, of which some are computed twice
     form, arrays = matrix_of(code, 30, 64, 16, has_zeros)
     matrix = values(Matrix(form, arrays))
     x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
