@@ -29,6 +29,7 @@ from jaxvllm.planner.share import Share
 from pallas_kernels.cpu.host import host_chip
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
 from tests.models.published.test_mxfp4 import gpt_oss, random_experts
@@ -186,6 +187,11 @@ def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
         params = load(path, size=size)
         assert kept(params) == {"experts_gate_up", "experts_down"}
         chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size)))
+    spec = model_spec(checkpoint.read_config(path))
+    logits, expected = (
+        jax.jit(lambda params: dense_logits(params, spec, [5, 6, 7]))(load(path, forms)) for forms in (TILES, Forms())
+    )
+    chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
 
 
 def test_rows_of_int8_are_multiplied_by_our_kernel_and_rows_of_fp8_by_xla(tmp_path: Path) -> None:
