@@ -70,7 +70,7 @@ def _form(
     if whole.shape[-1] != inputs:
         moved = [(box.start[-1], box.shape[-1], origin[-1]) for box, origin in spread_boxes(decl, whole)]
         group = math.gcd(group, *(number for numbers in moved for number in numbers))
-    return forms.stored.of(way, group)
+    return None if group % way.code.per_byte else forms.stored.of(way, group)
 
 
 def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:

@@ -14,7 +14,9 @@ from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms.code import UINT4
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
 from jaxvllm.models.params import Layout, abstract_params, head_of
@@ -147,6 +149,13 @@ def test_no_copy_of_int8_in_another_dtype() -> None:
     params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
+
+
+def test_groups_are_decoded_a_tile_at_a_time() -> None:
+    kernel = CpuKernel(host_chip())
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(ScaledGroups(UINT4, 128, "bfloat16"), kernel))
+    groups = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
+    assert groups.step_bytes < smallest_matrix("separate")
 
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])

@@ -4,7 +4,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.code import Code
@@ -67,6 +69,11 @@ def packed(codes: Fill, per_byte: int) -> Fill:
             np.bitwise_or(wide[..., ::2], wide[..., 1::2] << 4, out=part)
 
     return codes if per_byte == 1 else fill
+
+
+def as_dtype(fill: Fill, dtype: DTypeLike) -> Fill:
+    """Returns the function that fills arrays of another dtype of the same size with the bits that `dtype` has."""
+    return lambda out, start: fill(out.view(jnp.dtype(dtype)), start)
 
 
 def of_groups(values: Fill, group: int) -> Fill:

@@ -110,10 +110,11 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
     bits = 8 // table.shape[1]
     first = float(table[0, 0])
     bytes_ = np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1
-    if first.is_integer() and np.array_equal(table, integers(bits, int(first))):
+    if first.is_integer() and np.array_equal(table, integers(bits, first)):
+        added = int(first)
         if bits == 8:
-            return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), int(first) + 128)
-        return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), int(first))
+            return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), added + 128)
+        return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), added)
     if bits == 4 and np.array_equal(table, FLOAT4.table[bytes_]):
         return Codes(FLOAT4, _elements(words, bytes_.astype(np.uint8), order))
     return _elements(words, table, order)
@@ -158,7 +159,7 @@ def bit_fields(data: np.ndarray, bits: int) -> Part:
     return values
 
 
-def integers(bits: int, added: int = 0) -> np.ndarray:
+def integers(bits: int, added: float = 0) -> np.ndarray:
     """Returns the table of bytes that hold integers of 2, 4 or 8 bits, to each of which `added` is added."""
     shifts = np.arange(0, 8, bits)
     return (((np.arange(256)[:, None] >> shifts) & (2**bits - 1)) + added).astype(np.float32)
