@@ -84,6 +84,20 @@ def test_sentence_pieces_are_those_of_tokenizer_json(tmp_path: Path) -> None:
     check_same(found, Tokenizer.from_directory(directory))
 
 
+@pytest.mark.parametrize(("scores", "tokens"), [([-2.0, -1.0], ["a", "bc"]), ([-1.0, -2.0], ["ab", "c"])])
+def test_the_piece_with_the_best_score_is_made_first(scores: list[float], tokens: list[str], tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        types = gguf.TokenType
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a", "b", "c", "ab", "bc"])
+        writer.add_token_types([types.UNKNOWN, *[types.NORMAL] * 5])
+        writer.add_token_scores([0.0, -9.0, -9.0, -9.0, *scores])
+        writer.add_add_space_prefix(False)
+
+    found = written(tmp_path / "x.gguf", add)
+    assert [found.backend.id_to_token(token_id) for token_id in found.encode("abc")] == tokens
+
+
 def add_bpe(pre: str, **special: Any) -> Callable[[gguf.GGUFWriter], None]:
     letters = ["a", "b", "Ġ", "1", "2", "'", "s", "S", "B", "<e>", "<|im_end|>"]
     kinds = [gguf.TokenType.NORMAL] * 9 + [gguf.TokenType.CONTROL] * 2
