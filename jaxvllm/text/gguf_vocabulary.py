@@ -20,7 +20,7 @@ from jaxvllm.text.chat_template import DEFAULT
 START = "tokenizer.ggml."
 # The kinds of tokens, as `token_type` numbers them. The rest of the vocabulary is filled up with tokens of no use.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
-# Control tokens that end an answer, whatever the metadata name beside the EOS.
+# Tokens that end an answer, whatever the metadata name beside the EOS, unless they are pieces of usual texts.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _SPACE = "▁"  # SentencePiece's
 
@@ -130,7 +130,7 @@ class GgufVocabulary:
         named = (self._id(f"{kind}_token_id") for kind in ("eos", "eot", "eom"))
         kinds: Sequence[Any] = self.values["token_type"]
         known = (self._ids.get(text) for text in ENDS)
-        others = (number for number in known if number is not None and kinds[number] == CONTROL)
+        others = (number for number in known if number is not None and kinds[number] != NORMAL)
         return tuple(dict.fromkeys(number for number in (*named, *others) if number is not None))
 
     def backend(self) -> Backend:
