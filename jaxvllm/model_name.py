@@ -41,7 +41,7 @@ def local_directory(model: str) -> Path | None:
         return _gguf_in(directory, kind)
     if not _HUB_NAME.fullmatch(model):
         raise ValueError(
-            f"model {model!r} is not a directory, nor a {SUFFIX} file, nor a hub name such as owner/name: correct it, "
+            f"model {model!r} is not a directory, nor a hub name such as owner/name, nor a {SUFFIX} file: correct it, "
             "or leave it out for the embedded model"
         )
     return None

@@ -14,10 +14,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def weight_files(directory: Path) -> Iterator[Path]:
-    """Yields all files of weights of a model or a head: safetensors, GGUF, an orbax tree, and what torch pickled."""
-    if is_gguf(directory):
-        yield from split_files(directory)
-        return
+    """Yields all files of weights of a model or a head: safetensors, an orbax tree, and what torch has pickled."""
     for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
         yield from sorted(directory.glob(pattern))
     yield from sorted(path for path in (directory / TREE).rglob("*") if path.is_file())
@@ -29,8 +26,8 @@ def weights_name(directory: Path, files: Iterable[Path], file_digest: Callable[[
     Every byte counts, through `file_digest`, and the directory does not: copies of a model on two machines have one
     name.
     """
-    if is_gguf(directory):  # its files have the config, too
-        digest, root = hashlib.sha256(), directory.parent
+    if is_gguf(directory):  # its files have the config, so that they count in any case
+        digest, root, files = hashlib.sha256(), directory.parent, split_files(directory)
     else:
         digest, root = hashlib.sha256((directory / "config.json").read_bytes()), directory
     for file in files:

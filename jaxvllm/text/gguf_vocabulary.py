@@ -20,9 +20,11 @@ from jaxvllm.text.chat_template import DEFAULT
 START = "tokenizer.ggml."
 # The kinds of tokens, as `token_type` numbers them. The rest of the vocabulary is filled up with tokens of no use.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
-# Control tokens that end an answer, whatever the metadata name beside the EOS.
+# Tokens that end an answer, whatever the metadata name beside the EOS, unless they are pieces of usual texts.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
 _SPACE = "▁"  # SentencePiece's
+# Added tokens of Phi-3 take the spaces and line breaks that follow them, but for these. Files do not say so.
+_TAKING_SPACES, _NOT_TAKING = ("phi3", "llama"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class GgufVocabulary:
     path: Path
     values: Mapping[str, Any]  # of the keys that begin with `START`, without it
     templates: Mapping[str, str]  # the chat templates, by name
+    architecture: object  # as the file names it
 
     @classmethod
     def read(cls, path: Path) -> "GgufVocabulary":
@@ -97,7 +100,7 @@ class GgufVocabulary:
             if key == start or key.startswith(f"{start}.")
         }
         values = {key.removeprefix(START): value for key, value in metadata.items() if key.startswith(START)}
-        found = cls(path, values, templates)
+        found = cls(path, values, templates, metadata.get("general.architecture"))
         model = values.get("model")
         if model not in ("gpt2", "llama"):
             found._reject(f"{START}model must be gpt2 or llama, not {model!r}")
@@ -130,7 +133,7 @@ class GgufVocabulary:
         named = (self._id(f"{kind}_token_id") for kind in ("eos", "eot", "eom"))
         kinds: Sequence[Any] = self.values["token_type"]
         known = (self._ids.get(text) for text in ENDS)
-        others = (number for number in known if number is not None and kinds[number] == CONTROL)
+        others = (number for number in known if number is not None and kinds[number] != NORMAL)
         return tuple(dict.fromkeys(number for number in (*named, *others) if number is not None))
 
     def backend(self) -> Backend:
@@ -142,7 +145,8 @@ class GgufVocabulary:
             raise ValueError(f"{self.path}: its metadata describe no tokenizer ({error}): give tokenizer") from error
         for token, kind in zip(self.values["tokens"], self.values["token_type"], strict=True):
             if kind in (CONTROL, UNKNOWN, USER_DEFINED):
-                added.append(AddedToken(token, special=kind != USER_DEFINED, normalized=False))
+                takes = (self.architecture, self.values["model"]) == _TAKING_SPACES and token not in _NOT_TAKING
+                added.append(AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=takes))
         backend.add_tokens(added)
         self._frame(backend)
         return backend

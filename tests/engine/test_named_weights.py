@@ -58,6 +58,17 @@ def test_a_draft_and_random_weights_have_names_too(tmp_path: Path) -> None:
     assert name_model([NamedWeights(model, has_weights=False)], "", None).result() == random
 
 
+def test_a_gguf_file_has_the_config_and_the_weights(tmp_path: Path) -> None:
+    files = [tmp_path / f"x-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for file in files:
+        file.write_bytes(b"GGUF")
+    first = name(files[0])
+    files[1].write_bytes(b"GGUG")
+    assert name(files[0]) != first
+    random = name_model([NamedWeights(files[0], has_weights=False)], "float32", None).result()
+    assert random == name(files[0])
+
+
 def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(named_weights, "SETTLED_SECONDS", -1.0)
     path = write_model(tmp_path / "model") / "model.safetensors"

@@ -180,7 +180,10 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="model '~no such user/x' is in nobody's home"):
         resolve("~no such user/x")
 
+    asked: list[str] = []
+
     def download(name: str, allow_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         if name == "owner/model":
             return str(model)
@@ -188,6 +191,9 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("owner/model") == model
+    (model / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    assert resolve("owner/model:q4_k_m") == model / "model-Q4_K_M.gguf"
+    assert "*Q4_K_M*.gguf" in asked
     with pytest.raises(ValueError, match=r"could not be downloaded \(OSError: no network\)"):
         resolve("owner/other")
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import num_parameters
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.known_models import find_config, known_models
+from tests.gguf_files import sized, write_gguf
+from tests.models.fixture import Fixture
 
 # Billions, as the models' pages give them (Qwen: as its model cards do). Qwen 3's small ones are without the copy of
 # the tied embedding that their files have; Gemma 3 without the vision tower, as in its report (arXiv 2503.19786).
@@ -141,3 +144,10 @@ def test_directories_and_files(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         find_config(str(tmp_path))
     assert find_config("demo")[0] == "demo"
+
+
+def test_a_gguf_file_says_its_sizes(tmp_path: Path) -> None:
+    fixture = Fixture.load("llama")
+    write_gguf(tmp_path / "model.gguf", sized(fixture), fixture.weights())
+    _, config = find_config(str(tmp_path / "model.gguf"))
+    assert num_parameters(model_spec(config)) == num_parameters(model_spec(fixture.config))

@@ -26,8 +26,8 @@ TEXTS = (
 )
 
 
-def written(path: Path, add: Callable[[gguf.GGUFWriter], None]) -> Tokenizer:
-    writer = gguf.GGUFWriter(path, "llama")
+def written(path: Path, add: Callable[[gguf.GGUFWriter], None], architecture: str = "llama") -> Tokenizer:
+    writer = gguf.GGUFWriter(path, architecture)
     add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -82,6 +82,34 @@ def test_sentence_pieces_are_those_of_tokenizer_json(tmp_path: Path) -> None:
     directory = save(backend, tmp_path, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
     found = written(tmp_path / "x.gguf", lambda writer: pieces(writer, backend))
     check_same(found, Tokenizer.from_directory(directory))
+
+
+@pytest.mark.parametrize(("scores", "tokens"), [([-2.0, -1.0], ["a", "bc"]), ([-1.0, -2.0], ["ab", "c"])])
+def test_the_piece_with_the_best_score_is_made_first(scores: list[float], tokens: list[str], tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        types = gguf.TokenType
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "a", "b", "c", "ab", "bc"])
+        writer.add_token_types([types.UNKNOWN, *[types.NORMAL] * 5])
+        writer.add_token_scores([0.0, -9.0, -9.0, -9.0, *scores])
+        writer.add_add_space_prefix(False)
+
+    found = written(tmp_path / "x.gguf", add)
+    assert [found.backend.id_to_token(token_id) for token_id in found.encode("abc")] == tokens
+
+
+@pytest.mark.parametrize(("architecture", "count"), [("phi3", 1), ("llama", 2)])
+def test_added_tokens_of_phi3_take_the_line_break_after_them(architecture: str, count: int, tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<|end|>", "\n"])
+        writer.add_token_types([gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.NORMAL])
+        writer.add_token_scores([0.0] * 3)
+        writer.add_add_space_prefix(False)
+
+    found = written(tmp_path / "x.gguf", add, architecture)
+    assert found.encode("<|end|>\n") == [1, 2][:count]
+    assert found.encode("<unk>\n") == [0, 2]
 
 
 def add_bpe(pre: str, **special: Any) -> Callable[[gguf.GGUFWriter], None]:

@@ -67,8 +67,10 @@ class BitsAndBytes(Encoding):
 def _int8(files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part:
     base, (rows, columns) = name.removesuffix(".weight"), shape
     order = f"{base}.weight_format"
-    if order in files and (number := int(files.tensor(order, (), _BYTES).reshape(()))) != 0:
-        raise ValueError(f"{files.where(order)}: tensor {order} must be 0, which means rows, not {number}")
+    if (header := files.header(order)) is not None:
+        numbers = files.tensor(order, header.shape if header.shape == (1,) else (), _BYTES)
+        if numbers.any():
+            raise ValueError(f"{files.where(order)}: tensor {order} must be 0, which means rows, not {numbers}")
     scales = files.tensor(f"{base}.SCB", (rows,), _FLOATS).reshape(rows, 1) * np.float32(1 / 127)
     return scaled(stored(files.tensor(name, shape, _SIGNED)), by_group(stored(scales), (1, columns)))
 

@@ -69,6 +69,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or heads < 1:
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
+    # A tokenizer's masks are as long as the vocabulary, and are made before any weight is looked at.
+    if embedding.shape[0] > embedding.path.stat().st_size:
+        raise ValueError(f"{embedding.path}: tensor token_embd.weight has {embedding.shape[0]} rows, and fewer bytes")
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
     if values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")

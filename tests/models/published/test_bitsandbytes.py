@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.published.written import check_values, encoded, write_tensors
+from tests.models.fixture import Fixture
+from tests.models.published.written import check_model, check_values, encoded, write_tensors
 
 NAME = "x_proj.weight"
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -81,3 +82,13 @@ def test_parts_that_are_missing_or_wrong(tmp_path: Path) -> None:
     refused("blocks must be even and at most 4096", stated(blocksize=2**60))
     refused("nested scales need nested_offset", stated(nested_offset=None))
     refused("is not the state", {state: np.full(100_000, ord("["), np.uint8)})
+
+
+def test_a_model_whose_projections_are_quantized(tmp_path: Path) -> None:
+    check_model(
+        tmp_path,
+        Fixture.load("qwen3"),
+        {"quantization_config": FOUR},
+        lambda shape: four_bits(shape, nested=True),
+        of="_proj",
+    )

@@ -179,7 +179,7 @@ def test_the_demo_model_in_split_files_answers_as_in_its_directory(tmp_path: Pat
     write_demo(tmp_path / "demo-BF16.gguf", split_max_tensors=15)
     assert len(list(tmp_path.iterdir())) > 1
     options: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "num_pages": 9, "max_decode_burst": 1}
-    with quick_engines(), LLM(f"{tmp_path}:bf16", dtype="float32", **options) as llm:
+    with quick_engines(), LLM(f"{tmp_path}:bf16", dtype="float32", speculation=False, **options) as llm:
         [output] = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=12))
     prompt, answer = Tokenizer.from_directory(DEMO_MODEL).encode("Once upon a time"), list(output.outputs[0].token_ids)
     assert list(output.prompt_token_ids) == prompt
@@ -226,18 +226,22 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
         checkpoint.convert(path, tmp_path / "out", dtype="auto", mesh=make_mesh(MeshShape(1, 1), jax.devices()))
 
 
-def test_a_stack_of_impossible_size_is_refused_before_its_matrices_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    fixture = Fixture.load("qwen3_moe")
-    config = sized(fixture)
-    weights = {name: data for name, data in fixture.weights().items() if ".1.mlp." not in name}
-    write_gguf(path, config, weights)
-    file = GgufFile.open(path)
-    name = "blk.0.ffn_up_exps.weight"
-    size = file.tensors[name].shape[0].to_bytes(8, "little")
-    data = path.read_bytes()
-    start = data.index(name.encode()) + len(name) + 4 + 16
-    assert data[start : start + 8] == size
+@pytest.mark.parametrize(
+    ("fixture", "name", "message"),
+    [
+        ("qwen3_moe", "blk.0.ffn_up_exps.weight", rf"has shape \({2**60}, 24, 48\), and should have 6 matrices"),
+        ("llama", "token_embd.weight", f"has {2**60} rows, and fewer bytes"),
+    ],
+)
+def test_impossible_sizes_are_refused_before_anything_is_made(
+    fixture: str, name: str, message: str, tmp_path: Path
+) -> None:
+    path, own = tmp_path / "model.gguf", Fixture.load(fixture)
+    write_gguf(path, sized(own), {name: data for name, data in own.weights().items() if ".1.mlp." not in name})
+    shape, data = GgufFile.open(path).tensors[name].shape, path.read_bytes()
+    # After the name there is the number of dimensions, and the slowest comes last.
+    start = data.index(name.encode()) + len(name) + 4 + 8 * (len(shape) - 1)
+    assert data[start : start + 8] == shape[0].to_bytes(8, "little")
     path.write_bytes(data[:start] + (2**60).to_bytes(8, "little") + data[start + 8 :])
-    with pytest.raises(ValueError, match=rf"tensor {name} has shape \({2**60}, 24, 48\), and should have 6 matrices"):
+    with pytest.raises(ValueError, match=rf"model.gguf: tensor {name} {message}"):
         load(path)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxvllm.models.published import published_encoding, without_encoding
-from tests.models.published.written import by_block, check_values, encoded, write_tensors
+from tests.models.fixture import Fixture
+from tests.models.published.written import by_block, check_model, check_values, encoded, resized, write_tensors
 
 NAME = "x_proj.weight"
 SETTINGS = {"group_size": 64, "bits": 4, "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 6}}
@@ -51,3 +52,8 @@ def test_parts_that_are_missing_or_misshapen(tmp_path: Path) -> None:
         write_tensors(tmp_path, {other: tensors[other] for other in tensors if other != name})
         with pytest.raises(ValueError, match="lacks the tensor"):
             encoded(tmp_path, SETTINGS).check(NAME, (21, 192))
+
+
+def test_a_model_whose_embedding_is_quantized_too(tmp_path: Path) -> None:
+    fixture = resized(Fixture.load("qwen3"), {48: 64, 100: 96}, hidden_size=64, intermediate_size=96)
+    check_model(tmp_path, fixture, {"quantization": SETTINGS}, lambda shape: random_tensors(4, 32, *shape))

@@ -1,14 +1,17 @@
 """Writes checkpoints as they are published, and says what their tensors mean."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import chex
 import ml_dtypes
 import numpy as np
 
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.published.encoded_files import EncodedFiles
 from jaxvllm.models.safetensors_files import open_weights
@@ -72,6 +75,35 @@ def _boxes(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     for _ in range(12):
         ends = [sorted(stream.choice(size + 1, 2, replace=False)) for size in shape]
         yield tuple(slice(int(start), int(stop)) for start, stop in ends)
+
+
+def check_model(
+    directory: Path,
+    fixture: Fixture,
+    settings: Mapping[str, Any],
+    matrix: Callable[[tuple[int, int]], tuple[Mapping[str, np.ndarray], np.ndarray]],
+    of: str = "",
+) -> None:
+    """A model of quantized matrices is the model of the same values in float32.
+
+    matrix: the stored tensors of one named x_proj, and its values
+    of: what is in the names of the matrices that are quantized
+    """
+    published: dict[str, np.ndarray] = {}
+    plain = fixture.weights()
+    for name, weight in plain.items():
+        if weight.ndim != 2 or of not in name:
+            published[name] = weight
+            continue
+        tensors, plain[name] = matrix((weight.shape[0], weight.shape[1]))
+        own = name.removesuffix(".weight")
+        published |= {own + stored.removeprefix("x_proj"): array for stored, array in tensors.items()}
+    config = fixture.config
+    one = write_model(directory / "published", {**config, **settings}, published)
+    other = write_model(directory / "plain", config, plain)
+    spec = model_spec(config)
+    options: dict[str, Any] = {"dtype": "float32", "layout": "separate"}
+    chex.assert_trees_all_equal(checkpoint.load(one, spec, **options), checkpoint.load(other, spec, **options))
 
 
 def by_block(scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, ...]) -> np.ndarray:
