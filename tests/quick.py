@@ -13,23 +13,6 @@ from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 
 
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compiles with LLVM at -O0: the programs of engines, which take a third less CPU then, and those of `jax.jit`.
-
-    XLA does the same to them before: HLO, memory and collectives are as ever. An engine that outlives the context needs
-    `warm_up="full"`, or it would compile in the background later.
-    """
-    before = jax.config.values["jax_disable_most_optimizations"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
-        jax.config.update("jax_disable_most_optimizations", True)
-        try:
-            yield
-        finally:
-            jax.config.update("jax_disable_most_optimizations", before)
-
-
 def _message(number: int, content: bytes) -> bytes:
     """Returns a field of a protocol buffer that holds bytes, a text or another message."""
     return b"".join(map(_varint, (number << 3 | 2, len(content)))) + content
@@ -39,17 +22,49 @@ def _varint(value: int) -> bytes:
     return bytes([value & 127 | 128]) + _varint(value >> 7) if value > 127 else bytes([value])
 
 
-# `CompileOptionsProto.executable_build_options.debug_options.xla_backend_extra_options`. None of jax's own
-# `compiler_options` leads there.
-_EARLIER_EMITTERS = _message(
-    3, _message(3, _message(500, _message(1, b"xla_cpu_disable_new_fusion_emitters") + _message(2, b"true")))
+def _debug_options(content: bytes) -> bytes:
+    """Returns `CompileOptionsProto.executable_build_options.debug_options`."""
+    return _message(3, _message(3, content))
+
+
+# `xla_cpu_parallel_codegen_split_count`: by default a program has up to 32 parts, each with what all of them need.
+_ONE_PART = _debug_options(_varint(323 << 3) + _varint(1))
+# `xla_backend_extra_options`. None of jax's own `compiler_options` leads there.
+_EARLIER_EMITTERS = _debug_options(
+    _message(500, _message(1, b"xla_cpu_disable_new_fusion_emitters") + _message(2, b"true"))
 )
-_usual_options = compiler.get_compile_options
 
 
-def _options_with_earlier_emitters(*args: Any, **kwargs: Any) -> Any:
-    options = _usual_options(*args, **kwargs)
-    return type(options).ParseFromString(options.SerializeAsString() + _EARLIER_EMITTERS)
+@contextmanager
+def _more_options(serialized: bytes) -> Iterator[None]:
+    """Adds to the options of everything that is compiled within."""
+    usual = compiler.get_compile_options
+
+    def more(*args: Any, **kwargs: Any) -> Any:
+        options = usual(*args, **kwargs)
+        return type(options).ParseFromString(options.SerializeAsString() + serialized)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", more)
+        yield
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compiles with LLVM at -O0: the programs of engines, which take a third less CPU then, and those of `jax.jit`.
+
+    XLA does the same to them before: HLO, memory and collectives are as ever. LLVM gets each program whole, which takes
+    a tenth less. An engine that outlives the context needs `warm_up="full"`, or it would compile in the background
+    later.
+    """
+    before = jax.config.values["jax_disable_most_optimizations"]
+    with pytest.MonkeyPatch.context() as patch, _more_options(_ONE_PART):
+        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
 
 
 @contextmanager
@@ -58,8 +73,7 @@ def earlier_emitters() -> Iterator[None]:
 
     Only models with states are much slower then (the tests of Qwen 3.5's took 102 seconds of the CPU and not 44).
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", _options_with_earlier_emitters)
+    with pytest.MonkeyPatch.context() as patch, _more_options(_EARLIER_EMITTERS):
         # What a CPU does not read, and the name of a program contains: none of these is loaded for an engine that is
         # compiled in the usual way.
         patch.setenv("LIBTPU_INIT_ARGS", "earlier emitters")
@@ -90,7 +104,15 @@ def rare_programs(on_demand: bool) -> Iterator[None]:
 
 
 @contextmanager
-def quick_engines(have_states: bool = False) -> Iterator[None]:
-    """Engines that start within compile quickly, and what few requests need only on demand."""
-    with quick_compilation(), rare_programs(on_demand=True), nullcontext() if have_states else earlier_emitters():
+def quick_engines(have_states: bool = False, run_long: bool = False) -> Iterator[None]:
+    """Engines that start within compile quickly, and what few requests need only on demand.
+
+    Steps take several times as long at -O0. So those that `run_long`, for a thousand tokens or more, have the -O1 of
+    engines that serve.
+    """
+    with (
+        nullcontext() if run_long else quick_compilation(),
+        rare_programs(on_demand=True),
+        nullcontext() if have_states else earlier_emitters(),
+    ):
         yield

@@ -18,6 +18,7 @@ from jaxvllm.engine import build
 from jaxvllm.engine.outputs import BeamSearchOutput, Logprob
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.tiny import one_program
+from tests.quick import quick_engines
 from tests.run_cache import run_cache
 
 FIXTURE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
@@ -41,6 +42,12 @@ CLOSE = 1e-3
 TIE = 2e-5
 EOS = 1
 type Result = RequestOutput | BeamSearchOutput | ParameterError | UnsupportedParameterError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick_engines(run_long=True):
+        yield
 
 
 def prompt_of(llm: LLM, case: dict[str, Any]) -> str | list[int]:

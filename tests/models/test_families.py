@@ -140,19 +140,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path:
         # Padded to one length, so that each form compiles once: what comes after cannot change what was.
         run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
         with quick_emitters(spec):
-            for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
+            for prompt, greedy, expected in zip(fixture.prompts, fixture.greedy, fixture.logits, strict=True):
                 padded = np.zeros(fixture.max_model_len, np.int32)
-                padded[: len(prompt)] = prompt
-                logits = run(params, padded)[len(prompt) - 1]
-                chex.assert_trees_all_close(np.asarray(logits), expected, atol=1e-4, rtol=0)
-        if forms is TURNED:
-            continue
-        # Fed with the expected tokens at once: each must be the best after those before it.
-        for prompt, greedy in zip(fixture.prompts, fixture.greedy, strict=True):
-            padded = np.zeros(fixture.max_model_len, np.int32)
-            padded[: len(prompt) + len(greedy)] = prompt + greedy
-            best = np.asarray(run(params, padded)).argmax(-1)
-            assert best[len(prompt) - 1 :][: len(greedy)].tolist() == greedy
+                padded[: len(prompt) + len(greedy)] = prompt + greedy
+                logits = np.asarray(run(params, padded))[len(prompt) - 1 :][: len(greedy)]
+                chex.assert_trees_all_close(logits[0], expected, atol=1e-4, rtol=0)
+                # Fed with the expected tokens at once: each must be the best after those before it.
+                assert logits.argmax(-1).tolist() == greedy
 
 
 def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> None:
