@@ -50,7 +50,7 @@ class Mxfp4(Encoding):
             raise ValueError(f"{files.where(blocks)}: {blocks} has blocks of {BLOCK}, and the config {columns} inputs")
         packed = files.tensor(blocks, (*grid, BLOCK // 2), _BYTES).reshape((X, rows, columns // 2), copy=False)
         scales = files.tensor(f"{name}_scales", grid, _BYTES).view(_EXPONENTS)
-        return scaled(turned(unpacked(packed, _table())), by_group(turned(stored(scales)), (1, BLOCK, 1)))
+        return turned(scaled(unpacked(packed, _table()), by_group(stored(scales), (1, 1, BLOCK))))
 
 
 def _table() -> np.ndarray:
