@@ -54,10 +54,12 @@ class Awq(Encoding):
         zeros = files.tensor(f"{base}.qzeros", (groups, words), WORDS)
         scales = files.tensor(f"{base}.scales", (groups, rows), DTYPES)
         table = integers(BITS)
-        return scaled(
-            turned(unpacked(values, table, _PLACES)),
-            by_group(turned(stored(scales)), (1, step)),
-            by_group(turned(unpacked(zeros, table, _PLACES)), (1, step)),
+        return turned(
+            scaled(
+                unpacked(values, table, _PLACES),
+                by_group(stored(scales), (step, 1)),
+                by_group(unpacked(zeros, table, _PLACES), (step, 1)),
+            )
         )
 
 

@@ -167,15 +167,20 @@ def integers(bits: int, added: float = 0) -> np.ndarray:
 
 def turned(part: Part) -> Part:
     """Returns the transpose of each matrix."""
-    if isinstance(part, Codes):
-        return Codes(part.code, turned(part.read), part.added)
+    if isinstance(part, ScaledCodes):
+        codes = Codes(part.codes.code, turned(part.codes.read), part.codes.added)
+        return ScaledCodes(codes, _turned(part.scales), None if part.zeros is None else _turned(part.zeros))
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
+    return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)
 
-    def swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-        return (*sizes[:-2], sizes[-1], sizes[-2])
 
-    return lambda box: part(Box(swapped(box.start), swapped(box.shape))).swapaxes(-1, -2)
+def _turned(values: ByGroup) -> ByGroup:
+    return ByGroup(turned(values.part), _swapped(values.groups))
+
+
+def _swapped[Size](sizes: tuple[Size, ...]) -> tuple[Size, ...]:
+    return (*sizes[:-2], sizes[-1], sizes[-2])
 
 
 def in_rows(flat: Part, columns: int) -> Part:
