@@ -36,7 +36,7 @@ _REFUSED = (
 # What `general.file_type` says of the dtype in which the model was published. Quantized files say nothing.
 _DTYPES: Mapping[Any, str] = {0: "float32", 1: "float16"}
 _SCALINGS = ("none", "linear", "yarn", "longrope")
-_MOST_FACTORS = 1024  # of a rope: half the size of a head
+_MOST_NUMBERS = 2048  # of a head: a rope is computed before any tensor is looked at
 _KNOWN_SCALING = (
     "type",
     "factor",
@@ -73,6 +73,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if embedding.shape[0] > embedding.path.stat().st_size:
         raise ValueError(f"{embedding.path}: tensor token_embd.weight has {embedding.shape[0]} rows, and fewer bytes")
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
+    if type(head_size) is not int or not 1 <= head_size <= _MOST_NUMBERS:
+        raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
     if values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
     return {
@@ -111,7 +113,10 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
         parameters = {"rope_type": "longrope", "attention_factor": scaling.get("attn_factor")}
         for key, name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
             parameters[key] = _numbers(file, name)
-    if (turned := values.get("rope.dimension_count", head_size)) != head_size:
+    turned = values.get("rope.dimension_count", head_size)
+    if type(turned) is not int or not 1 <= turned <= head_size:
+        raise ValueError(f"{file.path} has {start}rope.dimension_count {turned!r}, and heads of {head_size}")
+    if turned != head_size:
         parameters["partial_rotary_factor"] = turned / head_size
     return {key: value for key, value in parameters.items() if value is not None}
 
@@ -119,9 +124,11 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
 def _numbers(file: GgufFile, name: str) -> list[float]:
     """Returns the few numbers of a tensor."""
     tensor = file.tensors.get(name)
-    if tensor is None or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
+    if tensor is None or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_NUMBERS // 2:
         found = "none" if tensor is None else tensor.shape
-        raise ValueError(f"{file.path} must have a tensor {name} of at most {_MOST_FACTORS} numbers, and has {found}")
+        raise ValueError(
+            f"{file.path} must have a tensor {name} of at most {_MOST_NUMBERS // 2} numbers, and has {found}"
+        )
     where = f"{tensor.path}: tensor {name}"
     mapped = np.memmap(tensor.path, np.uint8, "r").view(np.ndarray)
     part = values_of(tensor, where, BlockType.of(tensor.kind, where), mapped)

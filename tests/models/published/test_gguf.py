@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     config, weights = sized(fixture), fixture.weights()
 
     def refused(message: str, **options: Any) -> None:
-        write_gguf(path, config, options.pop("weights", weights), **options)
+        write_gguf(path, options.pop("config", config), options.pop("weights", weights), **options)
         with pytest.raises(ValueError, match=message):
             load(path)
 
@@ -208,6 +208,10 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))
+    refused("has keys of 0 numbers: heads have 1 to 2048", more=lambda file: file.add_key_length(0))
+    refused("has keys of 3000000000 numbers", more=lambda file: file.add_key_length(3_000_000_000))
+    smaller = sized(fixture, head_dim=4)
+    refused("has llama.rope.dimension_count 12, and heads of 4", config=smaller | {"partial_rotary_factor": 3})
     refused("has llama.logit_scale = 2.0, which is not supported", more=lambda file: file.add_logit_scale(2.0))
     factors = np.ones(1025, np.float32)
     refused("must have a tensor rope_freqs.weight of at most 1024", extra={"rope_freqs.weight": factors})
