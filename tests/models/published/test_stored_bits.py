@@ -127,6 +127,15 @@ def int8_rows(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
     return {"weight": codes, "weight_scale": scales_of((shape[0], 1), ml_dtypes.bfloat16)}
 
 
+def nvfp4(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    codes = random_codes(shape, 4, seed).astype(np.uint8)
+    return {
+        "weight": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": scales_of((shape[0], shape[1] // 16), ml_dtypes.float8_e4m3fn),
+        "weight_scale_2": np.full((), 0.5, np.float32),
+    }
+
+
 def qwen() -> Fixture:
     """A fixture whose matrices have sides that eight divides."""
     return resized(Fixture.load("qwen3"), {100: 96}, intermediate_size=96)
@@ -136,13 +145,14 @@ CASES = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq, UINT4),
     "gptq8": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, partial(gptq, bits=8), INT8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16}, awq, UINT4),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4, FLOAT4),
     "int4": (compressed("pack-quantized", num_bits=4, type="int", group_size=16), packed_integers(4), UINT4),
     "int8": (compressed("pack-quantized", num_bits=8, type="int", group_size=16), packed_integers(8), INT8),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_integers_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
+def test_codes_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
     settings, parts, code = CASES[name]
     path = of_projections(tmp_path, qwen(), settings, parts)
     for size, layout in ((1, "separate"), (1, "stacked"), (4, "separate")):
