@@ -36,9 +36,6 @@ class Fp8(Encoding):
         settings.choice("quant_algo", "none", ("FP8",))
         return cls(None)
 
-    def usual(self, storage: Storage) -> StoredAs | None:
-        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
-
     @property
     def ends(self) -> Mapping[str, str]:
         return {
@@ -48,6 +45,9 @@ class Fp8(Encoding):
             ".activation_scale": ".weight",
             "_activation_scale": "",
         }
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
 
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
         header = files.header(name)
