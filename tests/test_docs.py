@@ -23,6 +23,7 @@ DOCUMENTS = (
     "docs/startup.md",
     "docs/support.md",
     "docs/models.md",
+    "docs/quantization.md",
     "docs/offline.md",
     "docs/sampling.md",
     "docs/structured.md",

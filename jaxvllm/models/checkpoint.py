@@ -25,7 +25,7 @@ from jaxvllm.models.held_tensors import HeldTensors
 from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
-from jaxvllm.models.published import without_encoding
+from jaxvllm.models.published import published_encoding, without_encoding
 from jaxvllm.models.published.gguf_config import gguf_config
 from jaxvllm.models.safetensors_files import INDEX
 from jaxvllm.models.shards import Parts, assemble, joined, read_shards, read_stored, sharding_on
@@ -108,8 +108,9 @@ def load(
 
     Each device's shard is read straight from the files, safetensors or the tree that `jaxvllm convert` wrote, by the
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
-    needed: they are made from `seed`, the same on every mesh. `hf_config` replaces the config.json of the
-    directory, which names the family, and `tensors` replace its weights: arrays by the names in safetensors.
+    needed: they are made from `seed`, the same on every mesh, in the bits that the config tells. `hf_config` replaces
+    the config.json of the directory, which names the family, and `tensors` replace its weights: arrays by the names in
+    safetensors.
     Matrices are kept in the forms of `forms`, which are made one matrix at a time. Matrices that safetensors store in
     few bits are kept so where `forms` allow it (`models.stored_forms`), and otherwise decoded while they are read.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
@@ -133,6 +134,10 @@ def load(
             else StoredWeights.open(path, hf_config or read_config(path), spec)
         )
     own: dict[tuple[str, ParamDecl], FewBits] = {}
+    if weights is None and forms.stored is not None:
+        encoding = published_encoding(hf_config or read_config(path))
+        if encoding is not None:
+            forms = forms.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
     if isinstance(weights, StoredWeights):
         found = stored_forms(weights, spread, dtype, forms)
         own = {key: form for key, form in found.items() if forms.own.get(key, form) == form}

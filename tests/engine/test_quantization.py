@@ -1,5 +1,6 @@
 """Engines whose matrices have few bits: one text whatever multiplies, on every mesh, and weights that are replaced."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.code import E4M3
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.heads.head import DRAFT
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import chip_named
-from tests.engine.tiny import greedy_tokens, random_prompts, tiny_llm
+from tests.engine.tiny import all_drafts_or_none, greedy_tokens, random_prompts, tiny_llm
 from tests.models.dense import dense_logits
 from tests.models.published.test_packed_integers import compressed, packed
 from tests.models.published.written import write_model
@@ -105,6 +107,14 @@ def test_stored_bits_give_the_tokens_of_the_decoded_model(mesh: str, published: 
         assert [type(node) for node in rounded] == [type(node) for node in held]
         llm.update_weights(published)
         assert greedy_tokens(llm, PROMPTS, 8) == expected
+
+
+def test_a_draft_has_the_forms_of_its_own_checkpoint(published: Path, tiny_checkpoint: Path) -> None:
+    draft = {"method": "draft_model", "model": str(published), "num_speculative_tokens": 2}
+    with all_drafts_or_none(), tiny_llm(tiny_checkpoint, dtype="float32", speculative_config=json.dumps(draft)) as llm:
+        held = jax.tree.leaves(llm.weights[DRAFT], is_leaf=lambda node: isinstance(node, Matrix))
+        assert any(isinstance(node, Matrix) and isinstance(node.form, ScaledGroups) for node in held)
+        assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms())
 
 
 def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import jax
@@ -60,18 +61,19 @@ class Code:
         if self.per_byte == 1:
             dtype = _DTYPES[self.name]
             return (jnp.round(values) if self.name == "int8" else values).astype(dtype)
-        steps = (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
+        if self.name == "uint4":
+            steps = (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
+        else:
+            middles = [(low + high) / 2 for low, high in pairwise(_E2M1)]
+            size = sum((jnp.abs(values) > middle).astype(jnp.uint8) for middle in middles)
+            steps = size + jnp.where(values < 0, 8, 0).astype(jnp.uint8)
         return steps[..., ::2] | steps[..., 1::2] << 4
 
     @property
     def largest(self) -> float:
-        """The value that the largest element of a group is rounded to. Raises NotImplementedError where none is."""
+        """The value that the largest element of a group is rounded to."""
         sizes: Mapping[str, float] = {"int8": 127, "uint4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344}
-        if self.name not in sizes:
-            raise NotImplementedError(
-                f"no matrix is rounded to {self.name}: give the weights as a checkpoint stores them, in a directory"
-            )
-        return sizes[self.name]
+        return sizes.get(self.name, _E2M1[-1])
 
 
 _DTYPES: Mapping[str, np.dtype] = {

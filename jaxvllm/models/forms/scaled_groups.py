@@ -76,17 +76,25 @@ class ScaledGroups(FewBits):
         def rounded(matrix: jax.Array) -> dict[str, jax.Array]:
             by_group = matrix.astype(jnp.float32).reshape(*out, -1, group)
             largest = jnp.max(jnp.abs(by_group), axis=-1)
-            scales = jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0).astype(self.scale_dtype)
-            codes = self.code.rounded(by_group / scales.astype(jnp.float32)[..., None])
+            scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
+            codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
             made = {
                 CODES: _bits(codes.reshape(*out, -1), _held(self.code.dtype)),
-                SCALES: _bits(scales, _held(self.scale_dtype)),
+                SCALES: scales,
             }
             zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
             return made | ({ZEROS: zeros} if self.has_zeros else {})
 
         kept: dict[str, jax.Array] = jax.jit(rounded, out_shardings=dict(shardings))(matrix)
         return kept
+
+    def _scales(self, exact: jax.Array) -> jax.Array:
+        """Returns the scales nearest to these f32, or where they are powers of two, the nearest that are not below."""
+        if self.scale_dtype != "float8_e8m0fnu":
+            return _bits(exact.astype(self.scale_dtype), _held(self.scale_dtype))
+        # The exponent of a float is that of the power of two below it, and is all that is stored of a power.
+        exponents = (jax.lax.bitcast_convert_type(exact, jnp.uint32) + np.uint32(2**23 - 1)) >> np.uint32(23)
+        return exponents.astype(jnp.uint8)
 
     def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
         group = matrix.shape[-1] // self.declare(matrix)[SCALES].shape[-1]

@@ -1,6 +1,7 @@
-"""Checkpoints that are published quantized, each encoding in one file. Forms keep what is stored, or it is decoded.
+"""Checkpoints that are published quantized, each encoding in one file.
 
-A new encoding is one file beside this one, and a line in `METHODS`. Families and the loader know no encoding.
+Matrices are kept as they are stored where a form multiplies by that, and otherwise decoded while they are read. A new
+encoding is one file beside this one, and a line in `METHODS`. Families and the loader know no encoding.
 """
 
 from collections.abc import Callable, Mapping

@@ -30,9 +30,6 @@ class Fp8(Encoding):
         """
         return cls(block_size(settings, "weight_block_size"))
 
-    def usual(self, storage: Storage) -> StoredAs | None:
-        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
-
     @property
     def ends(self) -> Mapping[str, str]:
         return {
@@ -42,6 +39,9 @@ class Fp8(Encoding):
             ".activation_scale": ".weight",
             "_activation_scale": "",
         }
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
 
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
         header = files.header(name)

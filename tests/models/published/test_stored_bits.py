@@ -326,8 +326,16 @@ def test_matrices_are_rounded_by_group() -> None:
         assert (away <= np.repeat(scales, 96 // scales.shape[-1], -1) * step * 1.001).all()
         largest = np.abs(np.asarray(matrix)).reshape(*scales.shape, -1).max(-1)
         np.testing.assert_allclose(scales, np.where(largest > 0, largest / form.code.largest, 1), rtol=2**-8)
-    with pytest.raises(NotImplementedError, match="no matrix is rounded to float4_e2m1fn: give the weights"):
-        ScaledGroups(FLOAT4, 32, "float8_e8m0fnu").keep(matrix, {"codes": place})
+    # Of numbers e2m1 the largest two are 2 apart, and the scale is a power of two.
+    form = ScaledGroups(FLOAT4, 32, "float8_e8m0fnu")
+    arrays = form.keep(matrix, {"codes": place, "scales": place})
+    scales = 2.0 ** (np.asarray(arrays["scales"], np.float32) - 127)
+    largest = np.abs(np.asarray(matrix)).reshape(*scales.shape, -1).max(-1)
+    assert ((largest <= 6 * scales) & ((largest > 3 * scales) | (largest == 0))).all()
+    numbers = values(Matrix(form, arrays)) / np.repeat(scales, 32, -1)
+    exact = np.asarray(matrix) / np.repeat(scales, 32, -1)
+    nearest = FLOAT4.table[:16][np.abs(exact[..., None] - FLOAT4.table[:16]).argmin(-1)]
+    np.testing.assert_array_equal(numbers, nearest)
     with pytest.raises(ValueError, match="uint4 needs matrices with an even number of inputs on each device"):
         ScaledGroups(UINT4, 32, "bfloat16", shards=2).declare(ParamDecl((4, 6), (None, "ffn"), storage="matrix"))
 
@@ -357,6 +365,8 @@ def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
     assert encoding is not None
     params = load(path)
     forms = TILES.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
+    dummy = load(path, load_format="dummy")
+    chex.assert_trees_all_equal_shapes_and_dtypes(dummy, params)
     share = Share(Spread(spec), jnp.dtype("float32"), forms)
     assert share.weight_bytes == sum(array.nbytes for array in jax.tree.leaves(params))
     assert share.flops(7, 3) == Share(Spread(spec), jnp.dtype("float32")).flops(7, 3)
