@@ -1,7 +1,7 @@
 """The delta rule for the tokens of a tile that belong to one row: products of matrices (section 3 of arXiv 2412.06464).
 
 What a token corrects depends on those before it, by a triangular system. Its inverse is put together from the inverses
-of halves, from blocks of one token to the whole tile: no power of the system is computed, which would grow beyond
+of parts, from blocks of 16 tokens to the whole tile: no power of the system is computed, which would grow beyond
 float32 where keys repeat.
 """
 
@@ -25,7 +25,7 @@ from pallas_kernels.linear_attention.tpu.blocks import (
 )
 from pallas_kernels.linear_attention.visits import TILE, ChunkVisits
 
-BLOCK = 16  # tokens whose products are summed channel by channel, where channels forget by themselves
+BLOCK = 16  # tokens among which sums go one by one, and not by products of matrices
 
 
 def take_chunks(
@@ -237,14 +237,19 @@ def _by_channel(q: jax.Array, k: jax.Array, until: jax.Array) -> jax.Array:
 def _inverse(system: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
     """Returns the inverse of 1 + `system` [N, N], which is zero on the diagonal and above.
 
-    The inverse of [[A, 0], [C, B]] has those of A and B in their places, and -B^-1 C A^-1 below.
+    Within blocks, each row is subtracted from those below it, in all blocks at once. Then blocks become twice as large:
+    the inverse of [[A, 0], [C, B]] has those of A and B in their places, and -B^-1 C A^-1 below.
     """
-    inverse = jnp.where(i == j, 1.0, 0.0)
-    for level in range((len(system) - 1).bit_length()):  # blocks of 2 ** level tokens become twice as large
+    inverse, blocks = jnp.where(i == j, 1.0, 0.0), range(0, len(system), BLOCK)
+    for token in range(BLOCK - 1):
+        # The last block may be smaller: then its last rows are subtracted from nothing.
+        places = [(block, min(block + BLOCK, len(system)), min(block + token, len(system) - 1)) for block in blocks]
+        column = jnp.concatenate([system[begin:end, at : at + 1] for begin, end, at in places])
+        row = [jnp.broadcast_to(inverse[at : at + 1], (end - begin, len(system))) for begin, end, at in places]
+        inverse -= column * jnp.concatenate(row)
+    for level in range(BLOCK.bit_length() - 1, (len(system) - 1).bit_length()):
         is_below = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
-        below = jnp.where(is_below, system, 0.0)
-        # The inverses of blocks of one token are 1.
-        inverse -= below if level == 0 else _product(_product(inverse, below), inverse)
+        inverse -= _product(_product(inverse, jnp.where(is_below, system, 0.0)), inverse)
     return inverse
 
 
