@@ -52,7 +52,7 @@ CASES = (
     DeltaCase("decode", 3, 2, ((5, 1), (0, 1), (0, 0), (16, 1)), 4),
     # The chunk of the first row ends in the second tile; the third one goes on within a column and reaches others.
     DeltaCase("mixed", 2, 1, ((0, 70), (9, 1), (9, 41), (0, 1), (31, 2)), 128),
-    DeltaCase("by-channel", 2, 1, ((0, 37), (0, 1), (20, 5), (0, 0)), 64, decays=128),
+    DeltaCase("by-channel", 1, 1, ((0, 37), (0, 1), (20, 5), (0, 0)), 48, decays=128),
     DeltaCase("one-tile", 1, 2, ((0, 7), (6, 3), (8, 1), (0, 0)), 16),
 )
 

@@ -17,6 +17,7 @@ from pallas_kernels.linear_attention.visits import TILE
 TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
 LAYERS, PLACE = 2, 1
 TRASH = 0
+pytestmark = pytest.mark.usefixtures("quick_interpreters")
 
 
 @pytest.fixture(autouse=True)
