@@ -193,7 +193,6 @@ def engine(size: Size, name: str) -> Facts:
 
     from jaxvllm import LLM, SamplingParams
     from jaxvllm.bench.offline.padding import Padding
-    from jaxvllm.runtime.runner import Runner
 
     rng, vocab = np.random.default_rng(0), size.models[name]["vocab_size"]
 
@@ -217,9 +216,7 @@ def engine(size: Size, name: str) -> Facts:
         yield {"what": "first token", "seconds": time.perf_counter() - start, "request_seconds": seconds}
         llm.wait_until_compiled()
         yield {"what": "every program compiled", "seconds": time.perf_counter() - start}
-        runner = llm.engine.replicas[0].runner
-        assert isinstance(runner, Runner)
-        memory = runner.memory_use()
+        memory = llm.engine.holders[0].memory_use()
         kv_bytes = memory.pages / memory.num_tokens
         for length in size.prompts:
             complete(llm, prompts(1, length), 1)

@@ -29,7 +29,6 @@ from typing import Any, Self
 
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
-from jaxvllm.runtime.runner import Runner
 from tools.demo_corpus import EVALUATION_SEED, chat, is_held_out
 from tools.demo_stories import story
 from tools.demo_tokenizer import ChatTemplate
@@ -105,8 +104,7 @@ def measure(llm: LLM, work: Work, first: int) -> Batch:
     """Answers the prompts of `work` from number `first` on, as many at once as it says."""
     [replica] = llm.engine.replicas
     if first == 0:
-        assert isinstance(replica.runner, Runner)
-        replica.runner.reset()  # or suffixes would be those of the same answers in the round before
+        llm.engine.holders[0].reset()  # or suffixes would be those of the same answers in the round before
     some = slice(first, first + work.requests)
     prompts, params = work.prompts[some], work.params[some]
     before = llm.engine.stats()

@@ -89,7 +89,7 @@ class Engine:
         self._connector = parts.connector
         self._page_format = parts.page_format
         self._lockstep = parts.lockstep
-        self._holders = parts.holders
+        self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
         self._has_first_weights = True  # which are those that `_page_format` names
         self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
@@ -390,7 +390,7 @@ class Engine:
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
             num_pages_owned=sum(scheduler.cache.num_owned for scheduler in schedulers),
-            num_programs=sum(holder.programs.num_compiled for holder in self._holders),
+            num_programs=sum(holder.programs.num_compiled for holder in self.holders),
             num_bucket_tokens=sum(replica.num_bucket_tokens for replica in self.replicas),
             num_padding_tokens=sum(replica.num_padding_tokens for replica in self.replicas),
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
@@ -445,7 +445,7 @@ class Engine:
     @property
     def weights(self) -> Params:
         """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
-        return self._holders[0].params
+        return self.holders[0].params
 
     def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
         """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
@@ -463,8 +463,8 @@ class Engine:
             raise NotImplementedError(
                 f"kv_connector {transfer.kv_connector} keeps pages of other weights: update weights without it"
             )
-        new = new_weights(weights, [holder.params for holder in self._holders], self._read_weights)
-        for holder, params in zip(self._holders, new, strict=True):
+        new = new_weights(weights, [holder.params for holder in self.holders], self._read_weights)
+        for holder, params in zip(self.holders, new, strict=True):
             holder.replace_params(params)
         for balancer in self._balancers:
             balancer.place_all()
@@ -473,7 +473,7 @@ class Engine:
 
     def wait_until_compiled(self) -> None:
         """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""
-        for holder in self._holders:
+        for holder in self.holders:
             holder.programs.wait()
 
     def close(self) -> None:
@@ -487,8 +487,8 @@ class Engine:
         if self._connector is not None:
             self._connector.close()
         # They close at the same time because each waits for the bucket that it is compiling.
-        with ThreadPoolExecutor(len(self._holders)) as threads:
-            list(threads.map(Runner.close, self._holders))
+        with ThreadPoolExecutor(len(self.holders)) as threads:
+            list(threads.map(Runner.close, self.holders))
         self._close_publishers()
 
     def _close_publishers(self) -> None:
@@ -512,7 +512,7 @@ class Engine:
             balancer.drop()
         self.outputs = self._make_outputs()
         self._router = self._make_router()
-        for holder in self._holders:
+        for holder in self.holders:
             holder.reset()
         self._is_broken = False
 

@@ -39,20 +39,21 @@ class Spread:
 
     def __post_init__(self) -> None:
         if problem := _problem(self.spec, self.size):
-            works = [size for size in _COMMON_SIZES if not _problem(self.spec, size)]
-            if (shared := replicas_of(self.spec)) > 1:
-                meshes = ", ".join(f"{shared}x{size}" for size in works) or "fewer replicas"
-                raise ValueError(f"{problem}: use a mesh of {meshes}, or leave enable_expert_parallel out")
-            meshes = ", ".join(f"1x{size}" for size in works)
-            raise ValueError(f"{problem}: use a mesh of {meshes}, or as many replicas (DxM) as you like")
+            shared = replicas_of(self.spec)
+            works = ", ".join(f"{shared}x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
+            if shared > 1:
+                raise ValueError(
+                    f"{problem}: use a mesh of {works or 'fewer replicas'}, or leave enable_expert_parallel out"
+                )
+            raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
         begins = len(beginnings(self.spec.layers))
         if self.stages > begins:
             counts = (count for count in _COMMON_SIZES if count <= begins)
-            meshes = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
+            works = ", ".join(str(MeshShape(1, self.size, count)) for count in counts)
             alone = "" if begins == self.spec.num_layers else ", with all layers that it reads from"
             raise ValueError(
                 f"{self.spec.num_layers} layers cannot be divided among {self.stages} stages so that each stage has "
-                f"some{alone}: use a mesh of {meshes}"
+                f"some{alone}: use a mesh of {works}"
             )
 
     @classmethod

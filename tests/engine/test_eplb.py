@@ -51,7 +51,7 @@ def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
 
 def placed(llm: LLM) -> list[list[int]]:
     """The expert in each slot of each layer."""
-    slots = [holder.expert_slots for holder in llm.engine._holders]
+    slots = [holder.expert_slots for holder in llm.engine.holders]
     return [held.tolist() for one in slots if one is not None for held in one.held.values()]
 
 
