@@ -34,7 +34,7 @@ def plan_rows(
     latents in them. XLA does not move the planning out of a loop over layers by itself: it would be some six small
     kernels a layer on GPU.
     """
-    if not _has_gpu_kernel(backend, latent_size, kv_pages.dtype):
+    if backend.kind != "gpu":
         return None
     from pallas_kernels.ragged_paged_attention import gpu
 
@@ -120,7 +120,7 @@ def ragged_paged_attention(
     else:
         if new is not None:
             kv_pages = write_kv(new, kv_pages, layer, rows)
-        if _has_gpu_kernel(backend, latent_size, kv_pages.dtype):
+        if backend.kind == "gpu":
             from pallas_kernels.ragged_paged_attention import gpu
 
             assert isinstance(backend.chip, GpuChip)
@@ -137,11 +137,6 @@ def ragged_paged_attention(
     if kv_pages.dtype in QUANTIZED:
         out = _scale_heads(out, scales[0 if layout.is_latent else 1])
     return out.astype(dtype), kv_pages
-
-
-def _has_gpu_kernel(backend: Backend, latent_size: int | None, dtype: DTypeLike) -> bool:
-    """Returns whether a GPU's kernels attend to pages of `dtype`: latents of 8 bits are read by plain XLA."""
-    return backend.kind == "gpu" and (latent_size is None or dtype not in QUANTIZED)
 
 
 def choose_positions(

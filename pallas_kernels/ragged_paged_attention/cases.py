@@ -178,6 +178,11 @@ def _serving() -> tuple[RaggedCase, ...]:
             ("prefill-512-of-8192", (RowCase(512, 8192),), (16, 20, 128)),
         )
         for heads in all_heads
+    ) + (
+        RaggedCase(
+            "decode-64x4096-q128-latent-fp8", 128, 1, 576, SERVING_PAGE_SIZE, 64, (RowCase(1, 4096),) * 64,
+            kv_dtype="float8_e4m3fn", latent_size=512,
+        ),
     )  # fmt: skip
 
 

@@ -244,13 +244,25 @@ def test_latents_of_many_heads_by_the_other_matrix_unit(capfd: pytest.CaptureFix
     assert "RACE DETECTED" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("chip", "case", "kv_dtype", "dtype"),
+    [("h200", VERIFY_LATENT, "int8", np.float16), ("b200", DECODE_LATENT, "float8_e4m3fn", jnp.bfloat16)],
+    ids=["int8", "float8"],
+)
+def test_latents_of_8_bits(
+    chip: str, case: RaggedCase, kv_dtype: str, dtype: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = latent_backend(chip, num_sms=3)
+    call = make_call(dataclasses.replace(case, kv_dtype=kv_dtype), dtype, backend)
+    assert call.error(attend_latents(call, backend)) < call.tolerance
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 def test_latents_that_only_plain_xla_reads() -> None:
-    backend = latent_backend()
     # DeepSeek V3 and, with the key of an index, V3.2.
+    backend = latent_backend()
     assert backend_for(576, backend, 512) == backend
     assert backend_for(704, backend, 512) == REFERENCE
-    call = make_call(dataclasses.replace(VERIFY_LATENT, kv_dtype="int8"), np.float16, backend)
-    assert call.error(attend_latents(call, backend)) < call.tolerance
 
 
 def test_latents_with_sinks_are_refused() -> None:

@@ -118,7 +118,7 @@ def attend(
     """Attends with q f[T, H, D] to kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
 
     q is bfloat16 or float16, and pages are the same, int8 or float8. D is a multiple of 64, at most 256, and S is a
-    power of two from 16 to 128. With `latent_size` V, a multiple of 128, kv_pages are [L, P, 1, S, D] of q's dtype,
+    power of two from 16 to 128. With `latent_size` V, a multiple of 128, kv_pages are [L, P, 1, S, D],
     values are the last V numbers of keys, D is at most 576, and the result is [T, H, V].
 
     Padding tokens get finite values. A repeat gives the same bits. `plan` is `make_plan` of the same rows; with None it
@@ -236,9 +236,7 @@ def _latent(
 ) -> AttentionBuild:
     """Returns the operation of the kernel for latents, with as many blocks in flight as there is room for."""
     problem = None
-    if kv_pages.dtype != q.dtype:
-        problem = f"latents are stored as {kv_pages.dtype}, and queries are {q.dtype}"
-    elif kv_pages.shape[2] != 1:
+    if kv_pages.shape[2] != 1:
         problem = f"latents have {kv_pages.shape[2]} KV heads, more than one"
     elif latent_size % (HALVES * LANES):
         problem = f"latents have size {latent_size}, not a multiple of {HALVES * LANES}"

@@ -8,6 +8,8 @@ the weights, and hands them over in shared memory (as FlashMLA does):
     warpgroup 0               | q k' | softmax | p v, left half  | q k' | softmax | ...
     warpgroup 1                                | p v, right half |
 
+Of stored numbers of 8 bits each warpgroup converts half, into memory that the smaller blocks leave.
+
 There is one kernel for rows that decode and for prompts, because 64 heads fill a tile with one query already. All
 tiles of all rows lie on the line of `work_plan.LatentPlan`, of which each multiprocessor gets an equal share. A tile
 that one multiprocessor computes whole goes to the output at once, and the pieces of the others to `gpu.combine`.
@@ -34,7 +36,7 @@ from pallas_kernels.mosaic_gpu import (
 )
 from pallas_kernels.ragged_paged_attention.gpu.combine import join_pieces
 from pallas_kernels.ragged_paged_attention.gpu.fetch import Span, drain, fetch_blocks, stage_memory
-from pallas_kernels.ragged_paged_attention.gpu.matrix import mma, zero_unseen
+from pallas_kernels.ragged_paged_attention.gpu.matrix import load_converted, mma, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
@@ -64,7 +66,7 @@ type _Walk = Callable[..., jax.Array]
 def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the kernel's shared memory."""
     panels = attention.head_size // LANES
-    return {
+    memory = {
         **stage_memory(attention),
         # Each panel is contiguous for some rows, as a copy needs it. The output leaves by way of the first ones.
         "q_panels": swizzled((panels, TILE, LANES), attention.dtype),
@@ -77,6 +79,10 @@ def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
         "weights_here": barriers(1),
         "weights_free": barriers(1),
     }
+    if attention.converts:
+        memory["converted"] = swizzled((attention.block, attention.head_size), attention.dtype)
+        memory |= {"converted_here": barriers(HALVES), "converted_free": barriers(HALVES)}
+    return memory
 
 
 def attend_latents(
@@ -140,7 +146,11 @@ def attend_latents(
             def _compute(consume: Callable[..., None] = consume) -> None:
                 plgpu.set_max_registers(232, action="increase")
                 plgpu.barrier_arrive(memory["q_free"])
+                if attention.converts:
+                    plgpu.barrier_arrive(memory["converted_free"])
                 consume(walk, attention, where[1], out, pieces, peaks, memory)
+                if attention.converts:
+                    plgpu.barrier_wait(memory["converted_free"])
                 plgpu.wait_smem_to_gmem(0)
 
         fetch_in(thread == HALVES, lambda _: _produce(walk, attention, where[0], q, kv, table, memory))
@@ -201,8 +211,7 @@ def _weigh_and_sum(
         def fold_block(block: jax.Array, state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
             done, (values, peak, total) = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = memory["blocks"].at[slot]
-            plgpu.barrier_wait(memory["block_here"].at[slot])
+            kv = _take_block(attention, slot, 0, memory)
             # The compiler must not know that this is zero: it kept the addresses of all panels in registers, and
             # spilled 204 bytes.
             zero = jnp.minimum(block, 0)
@@ -214,7 +223,7 @@ def _weigh_and_sum(
             factors[0] = decay
             hand_over()
             values = _add_values(attention, scaled_rows(values, decay), memory["weights"], kv, 0, piece, first, window)
-            plgpu.barrier_arrive(memory["block_free"].at[slot])
+            _leave_block(attention, slot, memory)
             return done + 1, (values, peak, total)
 
         done, (values, peak, total) = lax.fori_loop(piece.begin, piece.end, fold_block, (done, attention.start()))
@@ -252,12 +261,11 @@ def _sum(
         def fold_block(block: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             done, values = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = memory["blocks"].at[slot]
-            plgpu.barrier_wait(memory["block_here"].at[slot])
+            kv = _take_block(attention, slot, 1, memory)
             values = scaled_rows(values, take_factors())
             values = _add_values(attention, values, memory["weights"], kv, 1, piece, first, window)
             plgpu.barrier_arrive(memory["weights_free"])
-            plgpu.barrier_arrive(memory["block_free"].at[slot])
+            _leave_block(attention, slot, memory)
             return done + 1, values
 
         done, values = lax.fori_loop(piece.begin, piece.end, fold_block, (done, attention.start()[0]))
@@ -267,6 +275,28 @@ def _sum(
         return done
 
     walk(visit, jnp.int32(0))
+
+
+def _take_block(attention: AttentionBuild, slot: jax.Array, half: int, memory: dict[str, Ref]) -> Ref:
+    """Waits for a block, and returns it, kv f[B, D] in the queries' dtype. Each warpgroup converts some of it."""
+    stored = memory["blocks"].at[slot]
+    plgpu.barrier_wait(memory["block_here"].at[slot])
+    if not attention.converts:
+        return stored
+    plgpu.barrier_wait(memory["converted_free"])
+    for start in range(half * LANES, attention.head_size, HALVES * LANES):
+        columns = pl.ds(start, LANES)
+        memory["converted"][:, columns] = load_converted(attention, stored.at[:, columns])
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory["block_free"].at[slot])
+    plgpu.barrier_arrive(memory["converted_here"])
+    plgpu.barrier_wait(memory["converted_here"])
+    return memory["converted"]
+
+
+def _leave_block(attention: AttentionBuild, slot: jax.Array, memory: dict[str, Ref]) -> None:
+    """Lets the next block be written where this warpgroup has read one."""
+    plgpu.barrier_arrive(memory["converted_free"] if attention.converts else memory["block_free"].at[slot])
 
 
 def _multiply_keys(attention: AttentionBuild, q_panels: Ref, zero: jax.Array, kv: Ref) -> jax.Array:

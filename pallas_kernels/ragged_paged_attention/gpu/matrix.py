@@ -124,12 +124,17 @@ class MatrixProducts:
         stored = block.at[:, pl.ds(half * attention.head_size, attention.head_size)]
         if not attention.converts:
             return stored
-        numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
-        if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
-            numbers = numbers.astype(jnp.float32)  # the hardware cannot convert float8 to bfloat16
-        self.memory["converted"][...] = numbers.astype(attention.dtype)
+        self.memory["converted"][...] = load_converted(attention, stored)
         plgpu.commit_smem()
         return self.memory["converted"]
+
+
+def load_converted(attention: AttentionBuild, stored: Ref) -> jax.Array:
+    """Loads keys and values of 8 bits as numbers of the queries' dtype."""
+    numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+    if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
+        numbers = numbers.astype(jnp.float32)  # the hardware cannot convert float8 to bfloat16
+    return numbers.astype(attention.dtype)
 
 
 def mma(attention: AttentionBuild, acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:
