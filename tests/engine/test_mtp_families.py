@@ -97,7 +97,13 @@ def teach(directory: Path, fixture: Fixture, kind: str, sequences: np.ndarray, f
     save_file(tensors, directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3_next",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("deepseek_v3", "mimo_v2", "longcat_flash")),
+    ],
+)
 def test_tokens_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = WRITTEN[kind].beside(Fixture.load(kind))
     directory = fixture.write_checkpoint(tmp_path)

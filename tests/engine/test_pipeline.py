@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = dict(
 QUICK = ("gemma2", "2x1x2")
 UNEVEN = ("llama", "2x1x4")
 STATES = ("lfm2", "2x1x1")  # two and attention, and then one and attention
+SHARED = ("gemma4", "2x1x1")  # one layer, and then all that others read, and those that read
 CASES = [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (("qwen3", "4x1x1"), UNEVEN))]
 
 
@@ -82,7 +83,7 @@ def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
 
 # The other one has stages of one layer each, and is else as these.
 @pytest.mark.parametrize(
-    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (UNEVEN, STATES))], ids="-".join
+    "case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (UNEVEN, STATES, SHARED))], ids="-".join
 )
 def test_pages_travel_between_engines_with_and_without_stages(case: tuple[str, str], tmp_path: Path) -> None:
     """By files that both engines share. Each computes some prompts, and finds the others'."""

@@ -53,7 +53,7 @@ def test_a_head_is_its_block_over_what_joins_token_and_feature(kind: str, tmp_pa
     layer = checkpoint.load(tmp_path / "alone", one, dtype=jnp.float32, layout="separate", hf_config=config)
 
     random = np.random.default_rng(3)
-    T, E = 9, target.hidden_size
+    T, E = 40, target.hidden_size  # more tokens than a window has
     tokens, features = random.integers(0, target.vocab_size, T), random.standard_normal((T, E))
     table = tensors["model.embed_tokens.weight"].astype(np.float64)
     offset, eps = fixture.norm_offset, target.norm.eps  # type: ignore[attr-defined]

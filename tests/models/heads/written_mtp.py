@@ -91,7 +91,7 @@ def _mimo_v2() -> WrittenMtp:
         1,
         tuple(block + part for part in _MIMO),
         {"layer_types": ["sliding_attention"]},
-        {"num_nextn_predict_layers": 1, "sliding_window": 4},
+        {"num_nextn_predict_layers": 1},
         ffn_like=0,
         renamed=(("post_attention_layernorm", "pre_mlp_layernorm"),),
     )
