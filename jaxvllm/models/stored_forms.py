@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN, Form, Forms, Matrix
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.params import Params, declaration, declare, layer_stacks
@@ -38,6 +39,8 @@ def stored_forms(
     and the log says so. Other matrices are decoded if no form keeps them in fewer bytes than the model's `dtype` takes.
     """
     found: dict[tuple[str, ParamDecl], FewBits] = {}
+    if forms.stored is None:
+        return found
     kinds: list[tuple[str, ParamDecl, Sequence[int | None]]] = [
         *((name, decl, [None]) for name, decl in declare(spread.whole).items()),
         *((stack.name, stack.decl, stack.layers) for stack in layer_stacks(spread.whole).values()),
@@ -45,21 +48,26 @@ def stored_forms(
     for name, decl, layers in kinds:
         # An array that declares a dtype, such as a router, has that dtype, whatever a checkpoint stores.
         if decl.storage in ("matrix", "experts") and decl.dtype is None:
-            form = _form(weights, spread, name, decl, layers, forms)
+            form = _form(weights, spread, name, decl, layers, forms.stored)
             if form is not None and _num_bytes(form.declare(decl).values(), dtype) < _num_bytes([decl], dtype):
                 found[name, decl] = form
     return found
 
 
 def _form(
-    weights: StoredWeights, spread: Spread, name: str, whole: ParamDecl, layers: Sequence[int | None], forms: Forms
+    weights: StoredWeights,
+    spread: Spread,
+    name: str,
+    whole: ParamDecl,
+    layers: Sequence[int | None],
+    forms: FewBitsForms,
 ) -> FewBits | None:
     """Returns the form of a matrix of the same name in some layers."""
     decl = declaration(spread.spec, name, layers[0])
     inputs = decl.shape[-1]
     stored = [weights.stored(name, layer) for layer in layers]
     ways = [None if one is None else one.stored_as(inputs) for one in stored]
-    if not any(ways) or forms.stored is None:
+    if not any(ways):
         return None
     if (way := joined(ways, inputs)) is None:
         logger.info("%s is stored in several ways, so it is decoded in all %d layers", name, len(layers))
@@ -70,7 +78,7 @@ def _form(
     if whole.shape[-1] != inputs:
         moved = [(box.start[-1], box.shape[-1], origin[-1]) for box, origin in spread_boxes(decl, whole)]
         group = math.gcd(group, *(number for numbers in moved for number in numbers))
-    return None if group % way.code.per_byte else forms.stored.of(way, group)
+    return None if group % way.code.per_byte else forms.of(way, group)
 
 
 def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:

@@ -1,6 +1,7 @@
 """Describes an array by the origin of each of its parts, so that any part can be read without the rest."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,10 +131,16 @@ def copied(array: np.ndarray) -> Fill:
 
 def tiled(tiles: Sequence[Tile]) -> Fill:
     """Returns a function that fills with the tiles, which do not overlap, and leaves alone all that no tile covers."""
+    # The experts of one layer of DeepSeek V3 are 512 tiles along the first axis, and are filled in 7,000 pieces.
+    along = sorted(tiles, key=lambda tile: tile.box.start[:1])
+    firsts = [tile.box.start[:1] for tile in along]
+    longest = max((tile.box.shape[0] for tile in tiles if tile.box.shape), default=1)
 
     def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
         wanted = Box(start, out.shape)
-        for tile in tiles:
+        before = bisect_right(firsts, tuple(first - longest for first in wanted.start[:1])) if wanted.shape else 0
+        after = bisect_left(firsts, wanted.stop[:1]) if wanted.shape else len(along)
+        for tile in along[before:after]:
             if common := wanted.overlap(tile.box):
                 offset = tuple(a - b for a, b in zip(tile.origin, tile.box.start, strict=True))
                 tile.fill(out[common.index(start)], common.moved(offset).start)
