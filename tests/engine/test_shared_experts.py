@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
@@ -139,6 +140,16 @@ def test_what_breaks_off_resets_all(llm: LLM, expected: list[Any], monkeypatch: 
             llm.generate(PROMPTS[:2], WAYS[:2], use_tqdm=False)
     assert_idle(llm)
     assert answers(llm) == expected
+
+
+def test_what_is_for_one_replica_changes_nothing_in_the_others(llm: LLM) -> None:
+    llm.generate(PROMPTS, WAYS, use_tqdm=False)  # slots keep what they had
+    [holder] = llm.engine.holders
+    before = {name: np.array(values) for name, values in holder._state.items()}
+    for kind, words in holder.unchanging.items():
+        holder.make(kind(np.concatenate([words] * holder.num_replicas)))
+    for name, values in holder._state.items():
+        np.testing.assert_array_equal(np.asarray(values), before[name], err_msg=name)
 
 
 def test_each_device_has_some_experts_and_no_other_has_them(llm: LLM) -> None:
