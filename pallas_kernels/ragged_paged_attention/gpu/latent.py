@@ -8,7 +8,7 @@ the weights, and hands them over in shared memory (as FlashMLA does):
     warpgroup 0               | q k' | softmax | p v, left half  | q k' | softmax | ...
     warpgroup 1                                | p v, right half |
 
-Each warpgroup converts half of the numbers that are stored in 8 bits, into memory that the smaller blocks leave free.
+Where pages have 8 bits, each warpgroup converts half of a block, into memory that the smaller blocks leave.
 
 There is one kernel for rows that decode and for prompts, because 64 heads fill a tile with one query already. All
 tiles of all rows lie on the line of `work_plan.LatentPlan`, of which each multiprocessor gets an equal share. A tile

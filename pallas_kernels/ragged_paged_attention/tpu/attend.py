@@ -190,8 +190,7 @@ class Attender:
         queries, num_heads = pl.ds(token, num_queries), self.problem.num_heads
         if self.blocks.head_parts == 1:
             return self.tokens.at[queries]
-        first = pl.multiple_of(jnp.asarray(head), num_heads)
-        return self.tokens.at[queries, pl.ds(first, num_heads)]
+        return self.tokens.at[queries, pl.ds(pl.multiple_of(jnp.int32(head), num_heads), num_heads)]
 
     # Attending.
 
