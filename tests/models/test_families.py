@@ -1,6 +1,7 @@
 """Every family computes what transformers computes, from the config and tensor names that it has there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.forms import PLAIN_FORMS, Forms, Matrix
 from jaxvllm.models.forms.turned import Turned
+from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.params import Layout
 from pallas_kernels.backend import REFERENCE
@@ -209,6 +211,55 @@ def test_mistral4_inside_the_multimodal_checkpoint(tmp_path: Path) -> None:
     text = {key: value for key, value in plain.config.items() if key != "architectures"}
     config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
     weights = {name.replace("model.", "model.language_model.", 1): value for name, value in plain.weights().items()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights, tmp_path / "model.safetensors")
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        ("gemma4", "Gemma4ForConditionalGeneration"),
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+        ("deepseek_v3", "KimiK25ForConditionalGeneration"),
+        ("deepseek_v3", "Kimi_K25ForConditionalGeneration"),
+    ],
+)
+def test_a_multimodal_checkpoint_has_the_same_model_under_other_names(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
+    plain, prefix = Fixture.load(name), "model.language_model."
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": [architecture], "text_config": text}
+    spec = model_spec(config, plain.max_model_len)
+    assert spec == model_spec(plain.config, plain.max_model_len)
+    weights = {name.replace("model.", prefix, 1): value for name, value in plain.weights().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    stored = StoredWeights.open(tmp_path, config, spec)
+    expected = StoredWeights.open(plain.write_checkpoint(tmp_path / "plain"), plain.config, spec)
+    for found, like in zip((stored.outer, *stored.layers), (expected.outer, *expected.layers), strict=True):
+        named = {
+            key: tuple(replace(one, name=one.name.replace("model.", prefix, 1)) for one in like[key]) for key in like
+        }
+        assert found == named
+
+
+def test_published_experts_of_qwen3_5_are_stacks(tmp_path: Path) -> None:
+    """They are so inside the multimodal checkpoint, and transformers writes them one by one for text alone."""
+    plain = Fixture.load("qwen3_5_moe")
+    text = {key: value for key, value in plain.config.items() if key != "architectures"}
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    weights, count = plain.weights(), text["num_experts"]
+    for layer in range(text["num_hidden_layers"]):
+        start = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            np.stack([weights.pop(f"{start}{number}.{name}_proj.weight") for number in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{start}gate_up_proj": np.concatenate([gate, up], axis=1), f"{start}down_proj": down}
+    weights = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors")
     expected, spec = load(plain, tmp_path / "plain", "separate")
