@@ -216,7 +216,7 @@ def engine(size: Size, name: str) -> Facts:
         yield {"what": "first token", "seconds": time.perf_counter() - start, "request_seconds": seconds}
         llm.wait_until_compiled()
         yield {"what": "every program compiled", "seconds": time.perf_counter() - start}
-        memory = llm.engine.replicas[0].runner.memory_use()
+        memory = llm.engine.holders[0].memory_use()
         kv_bytes = memory.pages / memory.num_tokens
         for length in size.prompts:
             complete(llm, prompts(1, length), 1)

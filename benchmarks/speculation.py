@@ -104,7 +104,7 @@ def measure(llm: LLM, work: Work, first: int) -> Batch:
     """Answers the prompts of `work` from number `first` on, as many at once as it says."""
     [replica] = llm.engine.replicas
     if first == 0:
-        replica.runner.reset()  # or suffixes would be those of the same answers in the round before
+        llm.engine.holders[0].reset()  # or suffixes would be those of the same answers in the round before
     some = slice(first, first + work.requests)
     prompts, params = work.prompts[some], work.params[some]
     before = llm.engine.stats()

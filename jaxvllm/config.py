@@ -54,7 +54,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
-    enable_expert_parallel: bool = False  # each device of a model has some experts whole, and not a part of each
+    # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
+    enable_expert_parallel: bool = False
     enable_eplb: bool = False  # experts move between devices while the engine serves, by how many tokens choose them
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
@@ -185,6 +186,8 @@ class EngineConfig:
         # `str`, so that (1, 8) and 8 get an error that says what to write.
         if MeshShape.parse(str(self.mesh)).stages > 1:
             self._check_guesses_of_tokens(f"mesh {self.mesh} divides the layers among stages", "or a mesh of DxM")
+        if self.shares_experts:
+            self._check_lockstep()
         if self.enable_prompt_embeds:
             self._check_guesses_of_tokens("enable_prompt_embeds lets prompts have no tokens", "or leave one out")
         for name in ("row_buckets", "token_buckets"):
@@ -199,6 +202,24 @@ class EngineConfig:
                 f"{why}, and drafts of a model or head are not supported there: use the method ngram or suffix, "
                 f"{way_out}"
             )
+
+    def _check_lockstep(self) -> None:
+        """Raises NotImplementedError for what replicas that share experts cannot do."""
+        given = {
+            "a mesh with stages": self.mesh_shape.stages > 1,
+            "speculative_config": self.speculative_config is not None,
+            "kv_transfer_config": self.kv_transfer_config is not None,
+        }
+        if found := next((name for name, is_given in given.items() if is_given), None):
+            raise NotImplementedError(
+                f"enable_expert_parallel on mesh {self.mesh} lets {self.mesh_shape.data} replicas share experts and "
+                f"compute in lockstep, and {found} is not supported there: leave it out, or use a mesh of 1xM"
+            )
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the replicas of the mesh share experts, and compute their steps together."""
+        return self.enable_expert_parallel and self.mesh_shape.data > 1
 
     @property
     def counts_loads(self) -> bool:
@@ -220,7 +241,7 @@ class EngineConfig:
     @property
     def drafting(self) -> SpeculativeConfig | None:
         """The way in which drafts are made, or None if there are none."""
-        if not self.speculation:
+        if not self.speculation or self.shares_experts:
             return None
         return (
             DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)

@@ -1,4 +1,4 @@
-"""The collectives of a step: all messages between the devices that share one model."""
+"""The collectives of a step: all messages between the devices that share one model, or its experts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -6,7 +6,45 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from sharding.rules import MODEL, STAGE
+from sharding.rules import DATA, MODEL, STAGE
+
+
+@dataclass(frozen=True)
+class ReplicaAxis:
+    """The mesh axis of the replicas that share experts, inside `jax.shard_map`. With size 1 nothing is sent.
+
+    Devices that have the same place in their replicas send each other tokens, and nothing else.
+    """
+
+    size: int = 1
+
+    def first(self, count: int) -> jax.Array | int:
+        """Returns where the share of this device's replica begins in an axis of which each replica has `count`."""
+        return 0 if self.size == 1 else jax.lax.axis_index(DATA) * count
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns the rows [T, ..] of all replicas, [size * T, ..], by an all-gather."""
+        return x if self.size == 1 else jax.lax.all_gather(x, DATA, tiled=True)
+
+    def own_sum(self, x: jax.Array) -> jax.Array:
+        """Returns the sum over replicas of this replica's rows [T, ..] of x [size * T, ..], by a reduce-scatter."""
+        return x if self.size == 1 else jax.lax.psum_scatter(x, DATA, tiled=True)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Returns the sum over replicas on each of them, by an all-reduce."""
+        return x if self.size == 1 else jax.lax.psum(x, DATA)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Returns the maximum over replicas on each of them, by an all-reduce."""
+        return x if self.size == 1 else jax.lax.pmax(x, DATA)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """Returns this replica's rows [T, ..] of x [size * T, ..], which every replica has."""
+        count = len(x) // self.size
+        return x if self.size == 1 else jax.lax.dynamic_slice_in_dim(x, self.first(count), count)
+
+
+NO_OTHERS = ReplicaAxis()
 
 
 @dataclass(frozen=True)
@@ -22,9 +60,10 @@ class ModelAxis:
         """Returns the sum over all devices on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.psum(x, MODEL)
 
-    def sum_terms(self, terms: jax.Array) -> jax.Array:
+    def sum_terms(self, terms: jax.Array, replicas: ReplicaAxis = NO_OTHERS) -> jax.Array:
         """Returns the sums f32[T, E] over terms f32[T, N, E], each of which all devices but one have as 0.
 
+        The terms are those of the rows of all `replicas`, of which each gets the sums of its own.
         No bit depends on which device has a term. Float sums would: so the terms of a row become integers, whose sum is
         exact, in units of a power of two. With up to 64 terms the largest one keeps all of its 24 bits. A row with a
         term that is no finite number is NaN.
@@ -34,12 +73,13 @@ class ModelAxis:
         largest = exponents.max((1, 2))
         if self.size > 1:
             largest = jax.lax.pmax(largest, MODEL)
+        largest = replicas.max(largest)
         is_finite, largest = largest < 0xFF, jnp.clip(largest, num_bits, 0xFE)
         # Each term is below 2**(largest - 126), and becomes an integer below 2**num_bits.
         scale = _power_of_two(num_bits + 126 - largest)[:, None, None]
-        total = self.sum(jnp.round(terms * scale).astype(jnp.int32).sum(1))
-        unit = _power_of_two(largest - 126 - num_bits)[:, None]
-        return jnp.where(is_finite[:, None], total.astype(jnp.float32) * unit, jnp.nan)
+        total = self.sum(replicas.own_sum(jnp.round(terms * scale).astype(jnp.int32).sum(1)))
+        unit = _power_of_two(replicas.own(largest) - 126 - num_bits)[:, None]
+        return jnp.where(replicas.own(is_finite)[:, None], total.astype(jnp.float32) * unit, jnp.nan)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """Returns the mean over all devices on each of them, by an all-reduce."""

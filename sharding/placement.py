@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from sharding.mesh import MeshShape
 from sharding.rules import DATA, MODEL, STAGE, partition_spec
@@ -12,6 +13,8 @@ from sharding.rules import DATA, MODEL, STAGE, partition_spec
 # Returns the sharding of an array with these logical axes.
 Place = Callable[[tuple[str | None, ...]], NamedSharding]
 
+# An array that has a part for each replica of a mesh, which all devices of the replica have whole.
+OF_REPLICAS = PartitionSpec(DATA)
 _AXES = (DATA, STAGE, MODEL)
 # The axes are Auto and not Explicit: arrays outside the step's shard_map carry their sharding, so types need not.
 _TYPES = (AxisType.Auto,) * len(_AXES)
@@ -62,3 +65,13 @@ def mesh_of(device: jax.Device) -> Mesh:
 def place(mesh: Mesh) -> Place:
     """Returns the placement that splits every array by the table of `sharding.rules`."""
     return lambda axes: NamedSharding(mesh, partition_spec(axes))
+
+
+def of_replicas(mesh: Mesh, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """Returns an array that has a part of this shape for each replica of `mesh`, one after the other.
+
+    On the mesh of a single replica every device has the whole array.
+    """
+    count, *rest = shape
+    sharding = NamedSharding(mesh, OF_REPLICAS)
+    return jax.ShapeDtypeStruct((mesh.shape[DATA] * count, *rest), dtype, sharding=sharding)

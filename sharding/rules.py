@@ -9,13 +9,14 @@ STAGE = "stage"
 MODEL = "model"
 
 # An axis that maps to None is whole on every device.
-RULES: Mapping[str, str | None] = {
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": MODEL,
     "embed": None,
     "heads": MODEL,  # query heads, grouped by their KV head
     "kv_heads": MODEL,
     "ffn": MODEL,
-    "experts": MODEL,
+    "experts": (DATA, MODEL),  # over all replicas of the mesh: where each has experts of its own, it has its own mesh
+    "pages": DATA,
     "layers": STAGE,
 }
 
@@ -25,12 +26,15 @@ def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
 
     Raises ValueError for an axis that the table lacks, and when two axes of one array claim the same mesh axis.
     """
-    mesh_axes: list[str | None] = []
+    mesh_axes: list[str | tuple[str, ...] | None] = []
+    claimed: set[str] = set()
     for axis in axes:
         if axis is not None and axis not in RULES:
             raise ValueError(f"unknown logical axis {axis!r} in {axes}: the table has {', '.join(RULES)}")
         mesh_axis = RULES[axis] if axis is not None else None
-        if mesh_axis is not None and mesh_axis in mesh_axes:
-            raise ValueError(f"two axes of {axes} are split over the mesh axis {mesh_axis!r}: only one can be")
+        for name in (mesh_axis,) if isinstance(mesh_axis, str) else mesh_axis or ():
+            if name in claimed:
+                raise ValueError(f"two axes of {axes} are split over the mesh axis {name!r}: only one can be")
+            claimed.add(name)
         mesh_axes.append(mesh_axis)
     return PartitionSpec(*mesh_axes)

@@ -41,9 +41,11 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import NO_DRAFTS, Bucket, BucketLadder, DraftRoom, powers_of_two, row_counts
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.host_heap import keep_temporaries
+from jaxvllm.runtime.lockstep import Lockstep
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
+from jaxvllm.runtime.plan_runner import PlanRunner
 from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.runner import Runner
@@ -70,7 +72,10 @@ class EngineParts:
     constraints: RequestConstraints | None  # None: there is no tokenizer
     # Of any replica, with its own slots and pages, all free. It tells the log, if there is one, what is cached.
     make_scheduler: Callable[[KVEventLog | None], Scheduler]
-    runners: tuple[Runner, ...]  # one a replica, all alike
+    runners: tuple[PlanRunner, ...]  # one a replica, all alike
+    # What has weights, pages and programs: these runners themselves, or the one that replicas in lockstep share.
+    holders: tuple[Runner, ...]
+    lockstep: Lockstep | None  # of replicas that share experts; None: each computes its steps alone
     connector: KVConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
     # Returns weights for every replica, of arrays by their names in a checkpoint. Raises ValueError for others than the
@@ -110,7 +115,8 @@ def build(
             f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}, or "
             f"{hosts.count}x1x{len(devices) // hosts.count} with as many stages as processes"
         )
-    meshes = replica_meshes(make_mesh(config.mesh_shape, devices))
+    mesh = make_mesh(config.mesh_shape, devices)
+    meshes = (mesh,) if config.shares_experts else replica_meshes(mesh)
     device = meshes[0].devices.flat[0]
     on_cpu = device.platform == "cpu"
     if on_cpu:
@@ -164,7 +170,7 @@ def build(
     shape = smallest.with_pages(num_pages)
 
     connector: KVConnector | None = None
-    traffic: tuple[PageTraffic | None, ...] = (None,) * len(meshes)
+    traffic: tuple[PageTraffic | None, ...] = (None,) * config.mesh_shape.data
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
@@ -173,10 +179,10 @@ def build(
         return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make, proposer)
 
     with clock.phase("programs"):
-        runners = _make_all(make_runner, replicas, meshes)
+        holders = _make_all(make_runner, replicas, meshes)
         if config.warm_up == "full":
-            for runner in runners:
-                runner.programs.wait()
+            for holder in holders:
+                holder.programs.wait()
         # All processes finish loading before any of them computes, because collectives time out: Gloo's, on CPUs, after
         # 30 s.
         hosts.meet()
@@ -185,15 +191,17 @@ def build(
     def page_form() -> PageFormat:
         if config.has_others:
             raise NotImplementedError("requests move between engines of one process each: use one process")
+        if config.shares_experts:
+            raise NotImplementedError("requests of replicas that share experts do not move: use a mesh of 1xM")
         return page_format(named(), spec, shape, backend, meshes[0])
 
     if config.kv_transfer is not None:
         is_named = config.kv_transfer.leaves_engine
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
-        connector = make_connector(config.kv_transfer, form, runners[0].page_like, config.data_parallel_rank)
+        connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
         stays = config.kv_transfer.stays_on_devices
         traffic = tuple(
-            PageTraffic(connector, DeviceMoves(runner) if stays else HostMoves(runner, form)) for runner in runners
+            PageTraffic(connector, DeviceMoves(holder) if stays else HostMoves(holder, form)) for holder in holders
         )
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
         seen = "all positions" if size.window is None else f"the last {size.window} positions"
@@ -203,7 +211,7 @@ def build(
         if group.memory.backend(backend) != backend:
             logger.info("the %s kernels have no heads of the size of these layers: plain XLA attends", backend.kind)
     logger.info("%d buckets", len(ladder.buckets))
-    logger.info("memory of each device, in MiB:\n%s", runners[0].memory_use().table())
+    logger.info("memory of each device, in MiB:\n%s", holders[0].memory_use().table())
 
     def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
         if isinstance(given, Path):
@@ -224,6 +232,7 @@ def build(
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
+    lockstep = Lockstep(*holders) if config.shares_experts else None
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 
@@ -232,7 +241,9 @@ def build(
         tokenizer_directory=tokenizer_directory,
         constraints=constraints,
         make_scheduler=make_scheduler,
-        runners=runners,
+        runners=holders if lockstep is None else lockstep.replicas,
+        holders=holders,
+        lockstep=lockstep,
         connector=connector,
         traffic=traffic,
         read_weights=read_weights,
@@ -315,7 +326,8 @@ def bucket_ladder(
     return BucketLadder.build(
         _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
-        width=config.max_decode_burst,
+        # Replicas in lockstep would have to agree in every turn of the loop whether there is another one.
+        width=1 if config.shares_experts else config.max_decode_burst,
         drafts=_draft_room(config, step_overhead(on_cpu), proposer),
     )
 

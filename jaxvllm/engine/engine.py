@@ -23,6 +23,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
+from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
@@ -41,7 +42,9 @@ from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.models.experts import num_experts
 from jaxvllm.models.params import Params
+from jaxvllm.runtime.lockstep import Lockstep
 from jaxvllm.runtime.logits_processors import LogitsProcessor
+from jaxvllm.runtime.runner import Runner
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
 
@@ -85,14 +88,22 @@ class Engine:
         self.pooler = parts.pooler
         self._connector = parts.connector
         self._page_format = parts.page_format
+        self._lockstep = parts.lockstep
+        self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
         self._has_first_weights = True  # which are those that `_page_format` names
-        publishers = self._publishers or (None,) * len(parts.runners)
+        self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
+        self._balancers: tuple[ExpertBalancer, ...] = ()
+        if config.eplb is not None:
+            of_holders = zip(parts.holders, self._meters, strict=True)
+            self._balancers = tuple(ExpertBalancer(config.eplb, holder, meter) for holder, meter in of_holders)
+        nothing = (None,) * len(parts.runners)
+        balancers = self._balancers if parts.lockstep is None and self._balancers else nothing
         depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
-        of_replicas = zip(parts.runners, parts.traffic, publishers, strict=True)
+        of_replicas = zip(parts.runners, parts.traffic, self._publishers or nothing, balancers, strict=True)
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth, config.eplb)
-            for i, (runner, traffic, publisher) in enumerate(of_replicas)
+            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth, balancer)
+            for i, (runner, traffic, publisher, balancer) in enumerate(of_replicas)
         )
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
@@ -239,8 +250,11 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        for replica in self.replicas:
-            replica.dispatch(self.outputs)
+        if self._lockstep is None:
+            for replica in self.replicas:
+                replica.dispatch(self.outputs)
+        elif not any(replica.is_full for replica in self.replicas):
+            self._dispatch_together(self._lockstep)
         if not any(replica.is_busy for replica in self.replicas) and any(r.waits_for_pages for r in self.replicas):
             time.sleep(POLL_SECONDS)
         results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
@@ -249,10 +263,21 @@ class Engine:
             logger.info("%s", self.startup())
         return results
 
+    def _dispatch_together(self, lockstep: Lockstep) -> None:
+        """Starts the next step of all replicas, if any has one to compute."""
+        for balancer in self._balancers:
+            balancer.between_steps(lockstep.num_steps)
+        planned = [replica.plan(self.outputs) for replica in self.replicas]
+        steps = lockstep.dispatch([None if one is None else one.plan for one in planned])
+        for replica, one, step in zip(self.replicas, planned, steps, strict=True):
+            replica.started(one, step)
+
     def _to_collect(self) -> list[Replica]:
         """Returns the replicas whose oldest step must be read now: of several, those that are done, so none waits."""
         busy = [replica for replica in self.replicas if replica.is_busy]
         due = [replica for replica in busy if replica.is_due]
+        if self._lockstep is not None and any(replica.is_full for replica in busy):
+            due = busy  # none can go on before the others
         if len(busy) < 2:
             return due
         while not (ready := [replica for replica in due if replica.is_ready]) and len(due) == len(busy):
@@ -350,7 +375,6 @@ class Engine:
         traffics = [replica.traffic for replica in self.replicas if replica.traffic is not None]
         drafted = np.sum([replica.num_drafted for replica in self.replicas], axis=0)
         accepted = np.sum([replica.num_accepted for replica in self.replicas], axis=0)
-        balancers = [replica.balancer for replica in self.replicas if replica.balancer is not None]
         return EngineStats(
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_prompt_tokens=self._num_prompt_tokens,
@@ -366,7 +390,7 @@ class Engine:
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
             num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
             num_pages_owned=sum(scheduler.cache.num_owned for scheduler in schedulers),
-            num_programs=sum(replica.runner.programs.num_compiled for replica in self.replicas),
+            num_programs=sum(holder.programs.num_compiled for holder in self.holders),
             num_bucket_tokens=sum(replica.num_bucket_tokens for replica in self.replicas),
             num_padding_tokens=sum(replica.num_padding_tokens for replica in self.replicas),
             num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
@@ -376,9 +400,9 @@ class Engine:
             num_draft_tokens=int(drafted.sum()),
             num_accepted_tokens=int(accepted.sum()),
             num_accepted_per_pos=tuple(accepted.tolist()),
-            num_expert_placements=sum(balancer.num_placements for balancer in balancers),
-            mean_expert_load=round(sum(balancer.mean_load for balancer in balancers)),
-            most_expert_load=round(sum(balancer.most_load for balancer in balancers)),
+            num_expert_placements=sum(balancer.num_placements for balancer in self._balancers),
+            mean_expert_load=round(sum(balancer.mean_load for balancer in self._balancers)),
+            most_expert_load=round(sum(balancer.most_load for balancer in self._balancers)),
         )
 
     def expert_loads(self) -> dict[int, NDArray[np.int64]]:
@@ -387,15 +411,14 @@ class Engine:
         It waits for the steps that were dispatched, and tokens that were computed for nothing count too. Raises
         ValueError for an engine that does not count them.
         """
-        meters = [replica.load_meter for replica in self.replicas if replica.load_meter is not None]
-        if not meters:
+        if not self._meters:
             raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
         self._ready()
-        for meter in meters:
+        for meter in self._meters:
             meter.take()
-        for meter in meters:
+        for meter in self._meters:
             meter.read()
-        total = np.sum([meter.total for meter in meters], axis=0)
+        total = np.sum([meter.total for meter in self._meters], axis=0)
         return {layer: total[layer, :count] for layer, count in self._num_experts.items()}
 
     def take_reports(self) -> list[StepReport]:
@@ -422,7 +445,7 @@ class Engine:
     @property
     def weights(self) -> Params:
         """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
-        return self.replicas[0].runner.params
+        return self.holders[0].params
 
     def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
         """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
@@ -440,20 +463,18 @@ class Engine:
             raise NotImplementedError(
                 f"kv_connector {transfer.kv_connector} keeps pages of other weights: update weights without it"
             )
-        runners = [replica.runner for replica in self.replicas]
-        new = new_weights(weights, [runner.params for runner in runners], self._read_weights)
-        for runner, params in zip(runners, new, strict=True):
-            runner.replace_params(params)
-        for replica in self.replicas:
-            if replica.balancer is not None:
-                replica.balancer.place_all()
+        new = new_weights(weights, [holder.params for holder in self.holders], self._read_weights)
+        for holder, params in zip(self.holders, new, strict=True):
+            holder.replace_params(params)
+        for balancer in self._balancers:
+            balancer.place_all()
         self._has_first_weights = False
         self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
 
     def wait_until_compiled(self) -> None:
         """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""
-        for replica in self.replicas:
-            replica.runner.programs.wait()
+        for holder in self.holders:
+            holder.programs.wait()
 
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
@@ -466,8 +487,8 @@ class Engine:
         if self._connector is not None:
             self._connector.close()
         # They close at the same time because each waits for the bucket that it is compiling.
-        with ThreadPoolExecutor(len(self.replicas)) as threads:
-            list(threads.map(lambda replica: replica.runner.close(), self.replicas))
+        with ThreadPoolExecutor(len(self.holders)) as threads:
+            list(threads.map(Runner.close, self.holders))
         self._close_publishers()
 
     def _close_publishers(self) -> None:
@@ -485,10 +506,14 @@ class Engine:
         # The host's side of all replicas comes first: even if a device fails, no request may be left half known.
         for replica in self.replicas:
             replica.drop()
+        for meter in self._meters:
+            meter.drop()
+        for balancer in self._balancers:
+            balancer.drop()
         self.outputs = self._make_outputs()
         self._router = self._make_router()
-        for replica in self.replicas:
-            replica.runner.reset()
+        for holder in self.holders:
+            holder.reset()
         self._is_broken = False
 
     def _make_outputs(self) -> OutputProcessor:

@@ -1,4 +1,4 @@
-"""The loads of a replica's experts, as the host knows them, and the placement of experts by these loads."""
+"""The loads of the experts of a mesh, as the host knows them, and the placement of experts by these loads."""
 
 import logging
 from collections import deque
@@ -20,6 +20,7 @@ class LoadMeter:
     def __init__(self, runner: Runner):
         assert runner.load_shape is not None, "the devices count loads"
         self._runner = runner
+        self._shape = runner.load_shape
         self._coming: deque[tuple[jax.Array, bool]] = deque()  # each with whether a window begins after it
         zeros = np.zeros(runner.load_shape, np.int64)
         self.total = zeros  # of all that was read
@@ -38,7 +39,7 @@ class LoadMeter:
         """Adds all that was asked for."""
         while self._coming:
             part, begins_window = self._coming.popleft()
-            counts = np.asarray(part).astype(np.int64)
+            counts = np.asarray(part).astype(np.int64).reshape(-1, *self._shape).sum(0)  # of all replicas of the mesh
             self.total = self.total + counts
             self.window = np.zeros_like(counts) if begins_window else self.window + counts
 
@@ -48,7 +49,7 @@ class LoadMeter:
 
 
 class ExpertBalancer:
-    """Places experts by load while a replica serves: between two steps, those of one layer at a time.
+    """Places experts by load while their replicas serve: between two steps, those of one layer at a time.
 
     Every `step_interval` steps the loads of the last `window_size` decide. Until there are any, all experts count as
     equally busy.
@@ -80,7 +81,7 @@ class ExpertBalancer:
             self._place(layer)
 
     def between_steps(self, num_steps: int) -> None:
-        """Does what is due between two steps, of which the replica has dispatched `num_steps` so far."""
+        """Does what is due between two steps, of which `num_steps` were dispatched so far."""
         self._num_steps = num_steps
         passed = num_steps - self._first_step
         if self._left:

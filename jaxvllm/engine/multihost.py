@@ -43,7 +43,7 @@ def follow_config(config: EngineConfig, tell: Callable[[], None] | None = None) 
     if tell is not None:
         tell()
     with Follower(hosts, _facts(config)) as follower:
-        [runner] = build(config, hosts).runners
+        [runner] = build(config, hosts).holders
         follower.follow(runner)
     return True
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxvllm.core.eplb_config import EplbConfig
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
-from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
+from jaxvllm.engine.expert_balancer import ExpertBalancer
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
@@ -24,7 +23,7 @@ from jaxvllm.engine.seen_rows import SeenRows
 from jaxvllm.engine.stats import StepReport
 from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.runner import HeldStep, InFlight, Runner
+from jaxvllm.runtime.plan_runner import HeldStep, InFlight, PlanRunner
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2. With one, each waits for the other.
@@ -34,6 +33,15 @@ DEPTH_IN_TURNS = 1
 LEAST_SEEN = 0.5
 # So many reports are kept until somebody asks for them. An `LLM` never asks.
 MAX_REPORTS = 1024
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """A step that is to be dispatched, and what the host has noted about it."""
+
+    plan: StepPlan
+    notes: StepNotes | None  # for explanations; None: nobody in it wants one
+    start: float  # when the host began to plan it, on its monotonic clock
 
 
 @dataclass(frozen=True)
@@ -53,17 +61,17 @@ class Replica:
         self,
         index: int,
         make_scheduler: Callable[[KVEventLog | None], Scheduler],
-        runner: Runner,
+        runner: PlanRunner,
         burst_seconds: float,
         traffic: PageTraffic | None = None,
         publisher: KVEventPublisher | None = None,
         depth: int = DEPTH,
-        eplb: EplbConfig | None = None,
+        balancer: ExpertBalancer | None = None,
     ):
         """Makes the scheduler. A program of several decode steps may take `burst_seconds`.
 
         `traffic` moves pages to and from other places. `depth` is the number of steps on the device before the host
-        must have read the oldest's output. With `eplb` experts move by load.
+        must have read the oldest's output. The `balancer` moves experts between its steps.
         """
         self.index = index
         self._depth = depth
@@ -81,10 +89,7 @@ class Replica:
         self.num_bucket_rows = 0
         self.num_padding_rows = 0
         self.is_due = False  # it can start no other step before the output of its oldest is read
-        self.load_meter = None if runner.load_shape is None else LoadMeter(runner)
-        self.balancer: ExpertBalancer | None = None
-        if eplb is not None and self.load_meter is not None:
-            self.balancer = ExpertBalancer(eplb, runner, self.load_meter)
+        self._balancer = balancer
         self._make_scheduler = make_scheduler
         self._in_flight: deque[_UnderWay[InFlight]] = deque()
         self._held: _UnderWay[HeldStep] | None = None  # after all that are in flight
@@ -123,37 +128,52 @@ class Replica:
         """Whether `collect` would not wait."""
         return self._in_flight[0].step.is_ready
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest step must be read before there may be another one."""
+        return self._num_under_way == self._depth
+
     def dispatch(self, outputs: OutputProcessor) -> None:
         """Starts the next step, if there is one to compute and fewer than `depth` are under way."""
-        if self._num_under_way == self._depth:
+        if self.is_full:
             return
+        planned = self.plan(outputs)
+        self.started(planned, None if planned is None else self.runner.dispatch(planned.plan))
+
+    def plan(self, outputs: OutputProcessor) -> _PlannedStep | None:
+        """Decides what the next step computes, and returns it, if there is one. `started` must follow."""
         start = time.monotonic()
         programs = self.runner.programs
         num_decoding = self.scheduler.num_decoding
         num_decode_steps, num_drafts = self._pace_of_step(num_decoding)
         self._move_pages()
-        if self.balancer is not None:
-            self.balancer.between_steps(self.num_steps)
+        if self._balancer is not None:
+            self._balancer.between_steps(self.num_steps)
         plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
-        if plan is not None:
-            self._count_prefixes(plan)
-            outputs.scheduled(plan)
-            has_blind = bool(programs.ladder.blind)
-            if has_blind and not plan.num_drafts and self._may_be_blind(plan, num_decoding):
-                plan = replace(plan, is_blind=True)
-            notes = self._recorder.begin(plan, self.scheduler)
-            step = self.runner.dispatch(plan)
-            if has_blind:
+        if plan is None:
+            return None
+        self._count_prefixes(plan)
+        outputs.scheduled(plan)
+        if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan, num_decoding):
+            plan = replace(plan, is_blind=True)
+        return _PlannedStep(plan, self._recorder.begin(plan, self.scheduler), start)
+
+    def started(self, planned: _PlannedStep | None, step: InFlight | HeldStep | None) -> None:
+        """Takes note of the step that was dispatched as `plan` has returned it, or that there was none."""
+        if planned is not None:
+            assert step is not None
+            plan, notes = planned.plan, planned.notes
+            if self.runner.programs.ladder.blind:
                 self._seen.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
             is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
-            host_seconds = time.monotonic() - start
+            host_seconds = time.monotonic() - planned.start
             if isinstance(step, HeldStep):
                 self._held = _UnderWay(step, notes, host_seconds, is_paced)
                 self._supply()
             else:
                 self._in_flight.append(_UnderWay(step, notes, host_seconds, is_paced))
-        self.is_due = bool(self._in_flight) and (plan is None or self._num_under_way == self._depth)
+        self.is_due = bool(self._in_flight) and (planned is None or self.is_full)
         self.publish()
 
     def _move_pages(self) -> None:
@@ -291,10 +311,6 @@ class Replica:
         self.is_due = False
         if self.traffic is not None:
             self.traffic.drop()
-        if self.load_meter is not None:
-            self.load_meter.drop()
-        if self.balancer is not None:
-            self.balancer.drop()
         if self._publisher is None:
             self.scheduler = self._make_scheduler(None)
         else:

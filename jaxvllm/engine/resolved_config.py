@@ -54,7 +54,8 @@ class ResolvedConfig:
         # The length goes into the spec because some RoPE scalings depend on it.
         spec = model_spec(read, config.max_model_len)
         if config.enable_expert_parallel:
-            spec = by_expert(spec, None if config.eplb is None else config.eplb.num_redundant_experts)
+            num_redundant = None if config.eplb is None else config.eplb.num_redundant_experts
+            spec = by_expert(spec, num_redundant, config.mesh_shape.data)
         if config.count_expert_loads and not num_experts(spec):
             raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
         dtype = _dtype(config, read, platform)

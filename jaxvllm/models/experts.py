@@ -22,7 +22,7 @@ from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
-from sharding.axis import ALONE, ModelAxis
+from sharding.axis import ALONE, ModelAxis, ReplicaAxis
 
 _SHARED = "shared_"  # before the names of the arrays of the shared expert
 # The array that says where experts are, i32[experts, most copies]: their slots, and -1 after the last copy.
@@ -35,6 +35,9 @@ class ExpertsFfn(ChoosingFfn):
 
     A device has a part of each expert or, with `is_by_expert`, some experts whole: then it computes the rows that have
     chosen one of these. Either way its output is its part of a sum, to which all devices contribute once.
+
+    With `num_replicas`, so many replicas share the experts: each device of all of them has some. The tokens of all
+    replicas come to every device, and what the experts return of a replica's own tokens comes back.
 
     With `num_redundant`, experts are in slots, of which there are so many more than experts. The array `SLOTS` says
     which slots have copies of an expert, and may change from step to step. No bit of the output depends on it.
@@ -52,6 +55,7 @@ class ExpertsFfn(ChoosingFfn):
     num_identities: int = 0  # the last experts of the router, which return their input (LongCat-Flash)
     is_by_expert: bool = False
     num_redundant: int | None = None  # slots beyond one for each expert; None: an expert stays where it was loaded
+    num_replicas: int = 1  # of the rest of the model, that share the experts
     num_shards: int = 1  # devices that have a part of it
     most_copies: int | None = None  # of an expert in slots; None: the arrays are those of a checkpoint, without slots
 
@@ -59,6 +63,7 @@ class ExpertsFfn(ChoosingFfn):
         require_positive(self, "hidden_size size num_shards")
         assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
         assert self.num_redundant is None or self.is_by_expert, "only whole experts have slots"
+        assert self.num_replicas == 1 or self.is_by_expert, "only whole experts are shared by replicas"
 
     @property
     def has_slots(self) -> bool:
@@ -122,9 +127,10 @@ class ExpertsFfn(ChoosingFfn):
 
     def problem(self, size: int) -> str | None:
         count, inner = self._num_real, self.size
-        if self.is_by_expert and (count + (self.num_redundant or 0)) % size:
+        holders = self.num_replicas * size
+        if self.is_by_expert and (count + (self.num_redundant or 0)) % holders:
             more = f" and {self.num_redundant} redundant ones" if self.num_redundant else ""
-            return f"{count} experts{more} do not divide over {size} devices"
+            return f"{count} experts{more} do not divide over {holders} devices"
         if not self.is_by_expert and inner % size:
             return f"experts of size {inner} do not divide over {size} devices"
         return None if self.shared is None else self.shared.problem(size)
@@ -133,12 +139,12 @@ class ExpertsFfn(ChoosingFfn):
         if self.num_redundant is None:
             return self
         # A second copy on the same device would share nothing out.
-        return replace(self, most_copies=min(1 + self.num_redundant, size))
+        return replace(self, most_copies=min(1 + self.num_redundant, self.num_replicas * size))
 
     def shard(self, size: int) -> Self:
         shared = None if self.shared is None else self.shared.shard(size)
         inner = self.size if self.is_by_expert else self.size // size
-        return replace(self, size=inner, shared=shared, num_shards=size)
+        return replace(self, size=inner, shared=shared, num_shards=self.num_replicas * size)
 
     def apply_choosing(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
@@ -172,14 +178,20 @@ class ExpertsFfn(ChoosingFfn):
     ) -> jax.Array:
         """Returns this device's part of what the chosen experts return for x [T, E], without the shared one.
 
-        Where experts are in slots it is all of it.
+        Where experts are in slots it is all of it. Where replicas share the experts, it is the part of the devices that
+        have this one's place in their replicas.
         """
+        replicas = ReplicaAxis(self.num_replicas)
+        is_real = given.is_real
+        if self.num_replicas > 1:
+            assert is_real is not None, "a step knows its padding"
+            x, chosen, counts, is_real = _of_all(replicas, x, chosen, counts, is_real)
         num_tokens, each = chosen.shape
         held = _slots_of(weights[SLOTS], chosen) if self.has_slots else chosen
-        own = held - given.axis.first(self.num_held) if self.is_by_expert else held
+        own = held - self._first_held(given.axis, replicas) if self.is_by_expert else held
         is_here = (own >= 0) & (own < self.num_held)
-        if given.is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
-            is_here &= given.is_real[:, None]
+        if is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
+            is_here &= is_real[:, None]
         # Rows of experts that are elsewhere come last, and are not computed.
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
         order = jnp.argsort(expert, stable=True)
@@ -195,7 +207,13 @@ class ExpertsFfn(ChoosingFfn):
         of_tokens = y[place].reshape(num_tokens, each, -1)
         counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
         counted = jnp.where(is_here[..., None], counted, 0)
-        return (given.axis.sum_terms(counted) if self.has_slots else counted.sum(1)).astype(x.dtype)
+        if self.has_slots:
+            return given.axis.sum_terms(counted, replicas).astype(x.dtype)
+        return replicas.own_sum(counted.sum(1).astype(x.dtype))
+
+    def _first_held(self, axis: ModelAxis, replicas: ReplicaAxis) -> jax.Array | int:
+        """Returns the first expert, or slot, of which this device has matrices."""
+        return replicas.first(axis.size * self.num_held) + axis.first(self.num_held)
 
     def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
         """Returns the inner features of rows that are sorted by expert."""
@@ -213,6 +231,22 @@ class ExpertsFfn(ChoosingFfn):
         if not self.is_shared_gated:
             return out
         return out * jax.nn.sigmoid(self.shared_gate.apply(weights, "shared_gate", x))
+
+
+def _of_all(
+    replicas: ReplicaAxis, x: jax.Array, chosen: jax.Array, counts: jax.Array, is_real: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the tokens of all replicas, their experts, what these count, and which tokens are none of padding.
+
+    There are two all-gathers: one of the hidden states, and a small one of all the rest.
+    """
+    each = chosen.shape[1]
+    words = jnp.concatenate(
+        [chosen, jax.lax.bitcast_convert_type(counts, jnp.int32), is_real[:, None].astype(jnp.int32)], axis=1
+    )
+    words = replicas.gather(words)
+    counts = jax.lax.bitcast_convert_type(words[:, each : 2 * each], jnp.float32)
+    return replicas.gather(x), words[:, :each], counts, words[:, -1] != 0
 
 
 def first_slots(num_experts: int, most_copies: int) -> np.ndarray:
@@ -238,10 +272,16 @@ def num_experts(spec: ModelSpec) -> dict[int, int]:
     return {number: ffn.router.num_experts for number, ffn in ffns.items() if isinstance(ffn, ExpertsFfn)}
 
 
-def by_expert(spec: ModelSpec, num_redundant: int | None = None) -> ModelSpec:
+def replicas_of(spec: ModelSpec) -> int:
+    """Returns how many replicas share the experts of the model: 1 where each has its own, or none."""
+    return max((layer.ffn.num_replicas for layer in spec.layers if isinstance(layer.ffn, ExpertsFfn)), default=1)
+
+
+def by_expert(spec: ModelSpec, num_redundant: int | None = None, num_replicas: int = 1) -> ModelSpec:
     """Returns the spec whose devices have some experts whole, instead of a part of each.
 
-    With `num_redundant` they are in slots, so many more than there are experts, and may move.
+    With `num_redundant` they are in slots, so many more than there are experts, and may move. With `num_replicas` so
+    many replicas share them.
     Raises ValueError for a model without experts.
     """
     ffns = [ffn for layer in spec.layers for ffn in (layer.ffn, layer.late) if isinstance(ffn, ExpertsFfn)]
@@ -253,6 +293,6 @@ def by_expert(spec: ModelSpec, num_redundant: int | None = None) -> ModelSpec:
     def of[Kind: Ffn | None](ffn: Kind) -> Kind:
         if not isinstance(ffn, ExpertsFfn):
             return ffn
-        return replace(ffn, is_by_expert=True, num_redundant=num_redundant)
+        return replace(ffn, is_by_expert=True, num_redundant=num_redundant, num_replicas=num_replicas)
 
     return replace(spec, layers=tuple(replace(layer, ffn=of(layer.ffn), late=of(layer.late)) for layer in spec.layers))

@@ -28,7 +28,7 @@ from pallas_kernels.ragged_paged_attention import (
 
 # The logical axes of the pages of several layers, [L, P, K, S, W]: each page has S rows of W numbers for each of K
 # heads, whatever they mean.
-PAGE_AXES: tuple[str | None, ...] = ("layers", None, "kv_heads", None, None)
+PAGE_AXES: tuple[str | None, ...] = ("layers", "pages", "kv_heads", None, None)
 
 
 class LayerMemory(Protocol):

@@ -8,6 +8,7 @@ from typing import Self
 
 from jax.sharding import Mesh
 
+from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.spec import ModelSpec
 from sharding.mesh import MeshShape
 from sharding.rules import MODEL, STAGE
@@ -37,7 +38,12 @@ class Spread:
 
     def __post_init__(self) -> None:
         if problem := _problem(self.spec, self.size):
-            works = ", ".join(f"1x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
+            shared = replicas_of(self.spec)
+            works = ", ".join(f"{shared}x{size}" for size in _COMMON_SIZES if not _problem(self.spec, size))
+            if shared > 1:
+                raise ValueError(
+                    f"{problem}: use a mesh of {works or 'fewer replicas'}, or leave enable_expert_parallel out"
+                )
             raise ValueError(f"{problem}: use a mesh of {works}, or as many replicas (DxM) as you like")
         shares = self.spec.shares_memory or self.spec.shared_choice is not None
         if self.stages > 1 and (shares or self.spec.layer_embedding is not None):

@@ -17,7 +17,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Question:
-    """A model, its deployment and its load. Raises ValueError for too many devices in a replica."""
+    """A model, its deployment and its load. Raises ValueError for more devices in a program than can be planned."""
 
     model: str
     deployment: Deployment
@@ -26,7 +26,12 @@ class Question:
     context: int  # tokens that each decoding request attends to
 
     def __post_init__(self) -> None:
-        mesh = self.deployment.mesh
+        mesh, together = self.deployment.mesh, self.deployment.compiled_mesh.num_devices
+        if self.deployment.target.chip and together > max(MAX_DEVICES, mesh.replica_devices):
+            raise ValueError(
+                f"mesh {mesh} has {together} devices that share experts, more than the {MAX_DEVICES} that can be "
+                "planned: plan fewer replicas"
+            )
         if self.deployment.target.chip and mesh.replica_devices > MAX_DEVICES:
             raise ValueError(
                 f"mesh {mesh} has {mesh.replica_devices} devices to a replica, more than the {MAX_DEVICES} that "
@@ -122,11 +127,11 @@ def _advice(question: Question, step_bytes: int) -> str:
         except ValueError:  # this model cannot be spread so
             continue
         if _memory(question, larger, step_bytes).fits:
-            mesh = replace(larger.mesh, data=1)
+            mesh = larger.compiled_mesh
             step = "with this step's temporaries" if step_bytes else "before a step's temporaries"
             more = (
                 "plan that mesh to be sure"
-                if mesh.replica_devices <= MAX_DEVICES
+                if mesh.num_devices <= MAX_DEVICES
                 else f"more than the {MAX_DEVICES} that can be planned"
             )
             return f"about {mesh} of {deployment.device} would hold it ({step}): {more}"

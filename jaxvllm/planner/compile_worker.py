@@ -7,7 +7,6 @@ one line to standard output, `Findings` or a `Refusal`. Messages of compilers go
 import os
 import sys
 import time
-from dataclasses import replace
 from importlib.metadata import version
 
 import jax
@@ -68,9 +67,9 @@ class CompiledSteps:
     def __init__(self, deployment: Deployment) -> None:
         """Compiles nothing yet. Raises ValueError or RuntimeError when this environment has no such devices."""
         chip = deployment.target.chip
-        replica = replace(deployment.mesh, data=1)
-        devices = compile_only_devices(chip, replica.num_devices) if chip else jax.devices()
-        mesh = make_mesh(replica, devices)
+        shape = deployment.compiled_mesh
+        devices = compile_only_devices(chip, shape.num_devices) if chip else jax.devices()
+        mesh = make_mesh(shape, devices)
         dtype = jnp.dtype(deployment.dtype)
         layout: Layout = "stacked" if chip or deployment.stages > 1 else "separate"
         # The pools take half of the memory that the weights leave: a copy of them could not hide, and the step has
@@ -78,15 +77,15 @@ class CompiledSteps:
         # model is small.
         half = (deployment.target.memory_bytes - deployment.share.weight_bytes) // 2
         self.num_pages = max(count_pages(half, deployment.pool_bytes, deployment.useful_pages), 2)
-        shape = deployment.cache_shape(self.num_pages)
+        cache = deployment.cache_shape(self.num_pages)
         params, pages = (
             abstract_params(deployment.spec, dtype, layout, mesh, deployment.forms),
-            shape.pages(deployment.spec, deployment.backend, mesh),
+            cache.pages(deployment.spec, deployment.backend, mesh),
         )
         self.platform = devices[0].platform
         self._is_tpu = deployment.target.platform == "tpu"
-        self._num_devices = replica.num_devices
-        self._compiler = StepCompiler(params, pages, deployment.spec, shape, deployment.backend, mesh)
+        self._num_devices = shape.num_devices
+        self._compiler = StepCompiler(params, pages, deployment.spec, cache, deployment.backend, mesh)
 
     def compile(self, bucket: Bucket) -> StepFindings:
         """Compiles the step of one shape."""

@@ -69,7 +69,10 @@ def from_json(text: str) -> Findings | Refusal:
 def compile_in_child(deployment: Deployment) -> Findings | Refusal:
     """Compiles the steps in a process of their own, which a compiler's fatal error may end, and returns the outcome."""
     # On this platform jax looks for no accelerator, and makes as many virtual devices as the deployment needs.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(deployment.mesh.replica_devices)}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(deployment.compiled_mesh.num_devices),
+    }
     done = subprocess.run(
         [sys.executable, "-m", "jaxvllm.planner.compile_worker"],
         input=deployment.to_json(),

@@ -1,7 +1,7 @@
 """The deployment that a plan is for: a model, its devices, and the limits of a step."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.resolved_config import ResolvedConfig
-from jaxvllm.models.experts import by_expert
+from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.spec import ModelSpec
@@ -76,7 +76,7 @@ class Deployment:
     @cached_property
     def spec(self) -> ModelSpec:
         spec = model_spec(self.hf_config, self.max_model_len)
-        return by_expert(spec) if self.enable_expert_parallel else spec
+        return by_expert(spec, num_replicas=self.replicas) if self.enable_expert_parallel else spec
 
     @cached_property
     def spread(self) -> Spread:
@@ -85,6 +85,11 @@ class Deployment:
     @property
     def mesh(self) -> MeshShape:
         return MeshShape(self.replicas, self.size, self.stages)
+
+    @property
+    def compiled_mesh(self) -> MeshShape:
+        """The mesh of one program: that of a replica, or of all that share experts."""
+        return self.mesh if replicas_of(self.spec) > 1 else replace(self.mesh, data=1)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from sharding.rules import MODEL
+
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
 
 # `%name (parameters) -> result {` opens a computation, and `}` closes it.
@@ -19,6 +21,8 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|[%\w.-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|[%\w.-]+)")
 _NAME = re.compile(r"[\w.-]+")
+# The mesh axes over which devices take part: `replica_groups=mesh['data'=2,'stage'=1,'model'=4] {'model'}`.
+_OVER = re.compile(r"\breplica_groups=mesh\[[^\]]*\] \{'(\w+)'\}")
 _BODY = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
 
 
@@ -32,12 +36,13 @@ class UnreadableHlo(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """The collectives of one kind and size in one run of the program."""
+    """The collectives of one kind and size, over one axis of the mesh, in one run of the program."""
 
     kind: Kind
     count: int  # a run
     num_bytes: int  # of the result on each device, each time
     conditional: bool  # only when a branch is taken: in a step, when a row samples or wants log-probabilities
+    over: str = MODEL  # the axis; what does not say is over that of a replica's devices
 
     def bytes_sent(self, ring: int) -> float:
         """Returns the least bytes that each of the `ring` devices, or chips, in a ring sends in a run.
@@ -74,10 +79,13 @@ def read_collectives(hlo: str) -> tuple[Collective, ...]:
     length the text does not tell.
     """
     computations, entry = _parse(hlo)
-    found: Counter[tuple[Kind, int, bool]] = Counter()
-    for kind, num_bytes, conditional, times in _walk(computations, entry, False):
-        found[kind, num_bytes, conditional] += times
-    collectives = (Collective(kind, times, size, conditional) for (kind, size, conditional), times in found.items())
+    found: Counter[tuple[Kind, int, bool, str]] = Counter()
+    for kind, num_bytes, conditional, over, times in _walk(computations, entry, False):
+        found[kind, num_bytes, conditional, over] += times
+    collectives = (
+        Collective(kind, times, num_bytes, conditional, over)
+        for (kind, num_bytes, conditional, over), times in found.items()
+    )
     return tuple(sorted(collectives, key=lambda c: (c.conditional, -c.count * c.num_bytes, c.kind)))
 
 
@@ -110,14 +118,15 @@ def _parse(hlo: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 def _walk(
     computations: dict[str, list[_Instruction]], name: str, conditional: bool
-) -> Iterator[tuple[Kind, int, bool, int]]:
-    """Yields (kind, bytes, conditional, times) of each collective in a computation and in those that it calls."""
-    one_of: list[list[tuple[Kind, int, bool, int]]] = []
+) -> Iterator[tuple[Kind, int, bool, str, int]]:
+    """Yields (kind, bytes, conditional, axis, times) of each collective in a computation and in those that it calls."""
+    one_of: list[list[tuple[Kind, int, bool, str, int]]] = []
     for instruction in computations.get(name, ()):
         # Of a pair, the done has only the result; the start has the operands too.
         opcode = instruction.opcode.removesuffix("-done")
         if opcode in get_args(Kind):
-            yield opcode, array_bytes(instruction.shape), conditional, 1  # type: ignore[misc]
+            over = _OVER.search(instruction.rest)
+            yield opcode, array_bytes(instruction.shape), conditional, over[1] if over else MODEL, 1  # type: ignore[misc]
         elif instruction.opcode == "while":
             match = _BODY.search(instruction.rest)
             assert match is not None, instruction
@@ -126,8 +135,8 @@ def _walk(
                 one_of.append(inside)
                 continue
             trips = _trip_count(instruction, computations[match[1]]) if inside else 0
-            for kind, num_bytes, branch, times in inside:
-                yield kind, num_bytes, branch, times * trips
+            for kind, num_bytes, branch, axis, times in inside:
+                yield kind, num_bytes, branch, axis, times * trips
         elif instruction.opcode == "conditional":
             for called in _names(_BRANCHES, instruction):
                 yield from _walk(computations, called, True)
@@ -135,7 +144,7 @@ def _walk(
             for called in _names(_CALLED, instruction):
                 yield from _walk(computations, called, conditional)
     # Where stages differ, the loops of `run_if` follow each other, and a device takes a turn in that of its stage.
-    yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, times in found), default=())
+    yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, _, times in found), default=())
 
 
 def _names(attribute: re.Pattern[str], instruction: _Instruction) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from jaxvllm.planner.capacity_plan import CapacityPlan
 from jaxvllm.planner.compiler import StepFindings
 from jaxvllm.planner.roofline import Floor
+from sharding.rules import DATA
 
 GIB, MIB = 2**30, 2**20
 
@@ -66,7 +67,8 @@ def _collectives(plan: CapacityPlan) -> Iterator[str]:
 
 def _collectives_of(step: StepFindings) -> Iterator[str]:
     for each in step.collectives:
-        when = "   if a row samples or wants logprobs" if each.conditional else ""
+        when = "   over replicas" if each.over == DATA else ""
+        when += "   if a row samples or wants logprobs" if each.conditional else ""
         total = each.count * each.num_bytes
         yield f"    {each.count:4} {each.kind:<19}{_size(each.num_bytes):>12} each {_size(total):>12} in all{when}"
 

@@ -14,6 +14,7 @@ from jaxvllm.planner.compiler import Findings
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.hlo import Collective
 from pallas_kernels.chips import Chip
+from sharding.rules import DATA, MODEL
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 
@@ -48,6 +49,7 @@ class StepRates:
     outer_bytes: float  # other weights that every step reads
     expert_bytes: float  # of all experts
     chosen: float  # the part of them that a token chooses
+    replicas: int  # whose tokens come to them
     kv_bytes: float  # keys and values of one token in one layer
     num_layers: float  # that see positions
     state_bytes: float  # states of a row, in all layers that keep one
@@ -67,6 +69,7 @@ class StepRates:
             outer_bytes=share.bytes_read - share.layer_bytes,
             expert_bytes=share.expert_bytes,
             chosen=share.chosen,
+            replicas=share.replicas,
             kv_bytes=deployment.page_bytes * deployment.stages / (deployment.page_size * some),
             num_layers=len(attentions) / deployment.stages,
             state_bytes=deployment.state_bytes,
@@ -83,11 +86,11 @@ class StepRates:
         """Returns the seconds of reading weights, keys and values, and of writing those of `num_tokens` tokens.
 
         The states of each row are read and written once. Experts are read if one of the tokens chooses them, where
-        each is as likely as the others.
+        each is as likely as the others. Where replicas share the experts, all of them have as many tokens.
         ticks: how often the weights of the layers are read
         """
         kv = (positions_read + num_tokens * self.num_layers) * self.kv_bytes + 2 * num_rows * self.state_bytes
-        experts = self.expert_bytes * (1 - math.pow(1 - self.chosen, num_tokens / ticks))
+        experts = self.expert_bytes * (1 - math.pow(1 - self.chosen, self.replicas * num_tokens / ticks))
         return (self.outer_bytes + ticks * (self.layer_bytes + experts) + kv) / self.bandwidth
 
     def compute(self, num_tokens: float, num_rows: float, pairs: float) -> float:
@@ -148,15 +151,15 @@ def _floor(
 def link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
     """Returns the time of the collectives that greedy rows need.
 
-    The chips of a stage form the ring. The speed between the devices of one chip is not known, nor that between stages,
-    which may be on different hosts.
+    The chips of a stage form a ring, and so do those that have the same place in the replicas that share experts. The
+    speed between the devices of one chip is not known, nor that between stages, which may be on different hosts.
     """
-    num_chips = -(-deployment.size // chip.devices_per_chip)
-    if num_chips == 1:
-        return 0.0
     in_ring = [each for each in collectives if deployment.stages == 1 or each.kind != "collective-permute"]
-    sent = sum(each.bytes_sent(num_chips) for each in in_ring if not each.conditional)
-    return sent / chip.ring_bandwidth(num_chips)
+    seconds = 0.0
+    for axis, num_chips in {MODEL: -(-deployment.size // chip.devices_per_chip), DATA: deployment.replicas}.items():
+        sent = sum(each.bytes_sent(num_chips) for each in in_ring if each.over == axis and not each.conditional)
+        seconds += sent / chip.ring_bandwidth(num_chips) if sent else 0.0
+    return seconds
 
 
 def _pairs(tokens: int, window: int) -> int:

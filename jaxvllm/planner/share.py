@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.params import StackLayers, build, most
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
-from sharding.rules import MODEL, partition_spec
+from sharding.rules import DATA, MODEL, RULES
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Share:
         return self.spread.shard
 
     @property
+    def replicas(self) -> int:
+        """The replicas that share the experts."""
+        return replicas_of(self.spread.spec)
+
+    @property
     def weight_bytes(self) -> int:
         return sum(one.count * one.num_bytes for one in self._arrays())
 
@@ -89,10 +95,17 @@ class Share:
         return min(one.num_bytes for one in matrices)
 
     def flops(self, num_tokens: int, num_rows: int) -> float:
-        """Counts the floating-point operations of a step's matrix products, without attention."""
+        """Counts the floating-point operations of a step's matrix products, without attention.
+
+        Replicas that share experts have as many tokens each.
+        """
         # Outside the layers the head is the only matrix, and only rows that sample need it.
         return sum(
-            2 * (num_tokens if one.is_of_layers else num_rows) * one.mean * one.multiplied
+            2
+            * (num_tokens if one.is_of_layers else num_rows)
+            * (1 if one.decl.chosen is None else self.replicas)
+            * one.mean
+            * one.multiplied
             for one in self._arrays()
             if one.decl.is_multiplied
         )
@@ -111,12 +124,18 @@ class Share:
         of_all: int = sum(page.size * page.dtype.itemsize for page in pages)
         return of_all / self.spread.stages
 
+    def _parts(self, axis: str | None) -> int:
+        """Returns into how many parts the devices of the mesh divide a logical axis within a layer."""
+        names = RULES[axis] if axis is not None else None
+        sizes = {MODEL: self.spread.size, DATA: self.replicas}
+        return math.prod(sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ()))
+
     def _arrays(self) -> list[_DeclaredArrays]:
         def leaf(name: str, matrix: ParamDecl, layers: StackLayers | None) -> Any:
             return self.forms.node(matrix, layers is not None, partial(of_array, layers=layers))
 
         def of_array(decl: ParamDecl, layers: StackLayers | None) -> _DeclaredArrays:
-            elements = math.prod(decl.shape) // (self.spread.size if MODEL in partition_spec(decl.axes) else 1)
+            elements = math.prod(decl.shape) // math.prod(self._parts(axis) for axis in decl.axes)
             count, mean = (1, 1.0) if layers is None else (most(layers), sum(map(len, layers)) / len(layers))
             num_bytes = elements * decl.dtype_in(self.dtype).itemsize
             return _DeclaredArrays(decl, layers is not None, count, mean, elements, num_bytes)

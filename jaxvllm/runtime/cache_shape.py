@@ -22,7 +22,8 @@ from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages
-from sharding.placement import place
+from sharding.placement import of_replicas, place
+from sharding.rules import DATA
 
 # The pages of each group, and after them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
@@ -161,7 +162,7 @@ class CacheShape:
     def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns the pages of each group of a model spread over `mesh`, as `backend` lays them out.
 
-        The pages of drafts follow.
+        The pages of drafts follow. Each replica of the mesh has so many pages of its own, one replica after the other.
         """
         sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
         spread = Spread.on(spec, mesh)
@@ -169,7 +170,11 @@ class CacheShape:
         of_groups = self._structs(spec, spread.whole, counts, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
-        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x, where in placed)
+        return tuple(
+            jax.ShapeDtypeStruct((layers, mesh.shape[DATA] * count, *rest), x.dtype, sharding=where)
+            for x, where in placed
+            for layers, count, *rest in [x.shape]
+        )
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
         """Returns how many bytes of each device all pages take."""
@@ -228,10 +233,12 @@ class CacheShape:
         return LoadShape.of(spec) if self.counts_loads else None
 
     def state(self, spec: ModelSpec, mesh: Mesh) -> DeviceState:
-        """Returns the abstract slot state, which every device of `mesh` has whole."""
-        everywhere = NamedSharding(mesh, PartitionSpec())
+        """Returns the abstract slot states of the replicas of `mesh`, one after the other in each array.
+
+        Every device of a replica has the whole state of it.
+        """
         state = jax.eval_shape(partial(new_state, self.sizes(spec)))
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state)
+        return jax.tree.map(lambda x: of_replicas(mesh, x.shape, x.dtype), state)
 
     def _page_bytes(self, group: LayerGroup) -> int:
         """Returns the bytes of a page of all layers of a group."""

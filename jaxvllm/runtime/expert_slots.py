@@ -18,8 +18,8 @@ from jaxvllm.models.experts import SLOTS, ExpertsFfn
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.recipe import Recipe
-from sharding.axis import ModelAxis
-from sharding.rules import MODEL
+from sharding.axis import ModelAxis, ReplicaAxis
+from sharding.rules import DATA, MODEL
 
 # Changes that one call of the program makes: each is a turn of a loop, so that the calls are few.
 CHANGE_BATCH = 32
@@ -35,7 +35,8 @@ class ExpertSlots:
         self.ffns: Mapping[int, ExpertsFfn] = {
             number: ffn for number, ffn in ffns.items() if isinstance(ffn, ExpertsFfn) and ffn.has_slots
         }
-        self.num_devices = mesh.shape[MODEL]
+        self._axes = ReplicaAxis(mesh.shape[DATA]), ModelAxis(mesh.shape[MODEL])
+        self.num_devices = mesh.shape[DATA] * mesh.shape[MODEL]  # that have slots: those of all replicas of the mesh
         self.held: dict[int, Ints] = {}  # the expert in each slot of each layer, i32[slots]
         self._whole = spread.whole
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -104,7 +105,7 @@ class ExpertSlots:
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere)
             for x in (np.zeros(len(names), np.int32), _packed(()))
         ]
-        run = partial(change_slots, axis=ModelAxis(self.num_devices), is_stacked=isinstance(params["layers"], dict))
+        run = partial(change_slots, axes=self._axes, is_stacked=isinstance(params["layers"], dict))
         out_specs = jax.tree.map(lambda x: x.sharding.spec, arrays) if mesh.size > 1 else None
         return Recipe(run, (arrays, *numbers), mesh, donates=(0,), out_specs=out_specs)
 
@@ -132,7 +133,12 @@ def _packed(changes: Iterable[SlotChange]) -> Ints:
 
 
 def change_slots(
-    arrays: list[Any], places: jax.Array, changes: jax.Array, *, axis: ModelAxis, is_stacked: bool
+    arrays: list[Any],
+    places: jax.Array,
+    changes: jax.Array,
+    *,
+    axes: tuple[ReplicaAxis, ModelAxis],
+    is_stacked: bool,
 ) -> list[Any]:
     """Makes changes of slots i32[CHANGE_BATCH, 3], one after the other, in the arrays of one layer, which are donated.
 
@@ -143,7 +149,7 @@ def change_slots(
 
     def one(i: jax.Array, held: list[Any]) -> list[Any]:
         def change(place: jax.Array, tree: Any) -> Any:
-            return jax.tree.map(lambda x: _changed(x, place, changes[i], axis), tree)
+            return jax.tree.map(lambda x: _changed(x, place, changes[i], *axes), tree)
 
         return [change(places[number], tree) for number, tree in enumerate(held)]
 
@@ -152,9 +158,10 @@ def change_slots(
     return held if is_stacked else jax.tree.map(lambda x: x[0], held)
 
 
-def _changed(x: jax.Array, place: jax.Array, change: jax.Array, axis: ModelAxis) -> jax.Array:
+def _changed(x: jax.Array, place: jax.Array, change: jax.Array, replicas: ReplicaAxis, axis: ModelAxis) -> jax.Array:
     """Returns x [L, slots of this device, ..] after one change in layer `place`."""
-    num_slots, first = x.shape[1], axis.first(x.shape[1])
+    num_slots = x.shape[1]
+    first = replicas.first(axis.size * num_slots) + axis.first(num_slots)
     source, to, back = change
     corner = (0,) * (x.ndim - 2)
 
@@ -170,7 +177,8 @@ def _changed(x: jax.Array, place: jax.Array, change: jax.Array, axis: ModelAxis)
         is_here, expert, _ = read(slot, x)
         return jnp.where(is_here, expert, jnp.zeros_like(expert))
 
-    experts = axis.sum(jnp.stack([sent(source), sent(to)]))  # each is of one device, so that the sum is exact
+    # Each is of one device, so that the sum is exact.
+    experts = replicas.sum(axis.sum(jnp.stack([sent(source), sent(to)])))
     for slot, expert in zip((to, back), experts, strict=True):
         is_here, before, index = read(slot, x)
         x = jax.lax.dynamic_update_slice(x, jnp.where(is_here, expert, before), index)

@@ -94,16 +94,18 @@ class Programs[Program]:
         ready = [b for b in self.ladder.drafted if b.num_rows >= num_rows and b in self._ready]
         return {b.num_drafts: b for b in reversed(ready)}  # the smallest of each
 
-    def choose(self, plan: StepPlan) -> Bucket:
-        """Returns the cheapest compiled bucket that holds `plan`. If there is none, it waits for one.
+    def choose(self, plan: StepPlan, *others: StepPlan) -> Bucket:
+        """Returns the cheapest compiled bucket that holds `plan`, and each of `others`. It waits until there is one.
 
         Raises RuntimeError when none compiles.
         """
-        if plan.is_split and self.ladder.choose(plan, self.ladder.split):
+        if any(one.is_split and self.ladder.choose(one, self.ladder.split) for one in (plan, *others)):
             self._compile_split()
         while True:
             compiling = self._thread.is_alive()
             ready = tuple(self._ready)  # a copy, because the compiling thread adds to the original
+            if others:
+                ready = tuple(bucket for bucket in ready if all(bucket.holds(one) for one in others))
             if (bucket := self.ladder.choose(plan, ready)) is not None:
                 return bucket
             can_be_held = self.ladder.choose(plan, self.ladder.buckets) is not None

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jaxlib.version
@@ -63,6 +63,16 @@ class Recipe:
     donates: tuple[int, ...] = ()  # numbers of arguments
     out_specs: Any = None  # each device of the mesh runs it on its part, and these are the outputs' parts; or None
     out_shardings: Any = None  # where the outputs are; None leaves it to XLA
+
+    @classmethod
+    def changing(cls, run: Callable[..., Any], arguments: tuple[Any, ...], mesh: Mesh, count: int = 1) -> Self:
+        """Returns the recipe of `run`, which returns its first `count` arguments changed. They are donated.
+
+        Each device changes its own part of them, and sends nothing.
+        """
+        changed = arguments[0] if count == 1 else arguments[:count]
+        specs = jax.tree.map(lambda x: x.sharding.spec, changed) if mesh.size > 1 else None
+        return cls(run, arguments, mesh, donates=tuple(range(count)), out_specs=specs)
 
     def compile(self) -> jax.stages.Compiled:
         """Traces, lowers and compiles the program for the devices of the mesh."""

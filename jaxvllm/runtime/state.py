@@ -130,6 +130,13 @@ def pack_rare(admission: Admission, sizes: SlotSizes) -> NDArray[np.int32] | Non
     return packed
 
 
+def pack_nothing_rare(sizes: SlotSizes) -> NDArray[np.int32]:
+    """Returns i32[rare_words(sizes)] for `admit_rare` that change no slot."""
+    packed = np.zeros(rare_words(sizes), np.int32)
+    packed[0] = sizes.num_slots + 1  # past the trash slot, so dropped
+    return packed
+
+
 def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceState:
     """Stores the rare fields of one newly admitted request (`pack_rare`) in its slot."""
     slot = packed[0]
@@ -138,7 +145,9 @@ def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> Devic
         for words in _layout(sizes, is_rare=True)
     }
     return state | {
-        field.name: state[field.name].at[slot].set(values.get(field, np.dtype(field.dtype).type(field.default)))
+        field.name: state[field.name]
+        .at[slot]
+        .set(values.get(field, np.dtype(field.dtype).type(field.default)), mode="drop")
         for field in SLOT_FIELDS
         if field.is_rare
     }

@@ -6,6 +6,7 @@ It is two programs: `forward`, then `sample_rows`, which is compiled once a row 
 rows decode and none waits, the step is `decoding.decode`.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -100,3 +101,14 @@ def sample_rows(
     # A mask is for one token: the row's next step may sample without.
     state = state | {IS_MASKED.name: state[IS_MASKED.name].at[slots].set(0)}
     return state, DeviceOutput(yielded, best)
+
+
+def sample_in_turn(
+    head: Params, state: DeviceState, unsampled: Unsampled, turn: jax.Array, *, model: StepModel
+) -> tuple[DeviceState, DeviceOutput]:
+    """Does what `sample_rows` does, but in a replica whose `turn` i32[1] is 0: there no row is sampled.
+
+    Its turn comes, or has come, in another call for the same rows.
+    """
+    slots = jnp.where(turn > 0, unsampled.slots, trash_slot(state))
+    return sample_rows(head, state, replace(unsampled, slots=slots), model=model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES
 from jaxvllm.core.step_sizes import step_overhead
@@ -28,11 +28,12 @@ from jaxvllm.runtime.readouts.readout import Unsampled
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
-from jaxvllm.runtime.step import forward, sample_rows
+from jaxvllm.runtime.step import forward, sample_in_turn, sample_rows
 from jaxvllm.runtime.step_model import DeviceOutput, StepModel
 from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ModelAxis, StageAxis
-from sharding.rules import MODEL, STAGE
+from sharding.placement import OF_REPLICAS, of_replicas
+from sharding.rules import DATA, MODEL, STAGE
 
 # For a program that touches no page.
 _NO_PAGES = CacheShape(1, 1, 1, 1, jnp.dtype(jnp.float32), 1)
@@ -69,10 +70,12 @@ class StepProgram:
         kv_pages, state, unsampled, scores = self.begin(params, kv_pages, state, packed)
         return kv_pages, *self.finish(params, state, unsampled), scores
 
-    def finish(self, params: Params, state: DeviceState, unsampled: Unsampled) -> tuple[DeviceState, DeviceOutput]:
-        """Dispatches the second half. Donates `state`."""
+    def finish(
+        self, params: Params, state: DeviceState, unsampled: Unsampled, *turns: Any
+    ) -> tuple[DeviceState, DeviceOutput]:
+        """Dispatches the second half. Donates `state`. `turns` i32[D], of several replicas: 1 for those that sample."""
         assert self.sample is not None, "a decode bucket samples in the same program"
-        result: tuple[DeviceState, DeviceOutput] = self.sample(head_of(params), state, unsampled)
+        result: tuple[DeviceState, DeviceOutput] = self.sample(head_of(params), state, unsampled, *turns)
         return result
 
 
@@ -128,9 +131,9 @@ class StepCompiler:
         run = partial(decode if bucket.is_decode else forward, bucket=bucket)
         if self.proposer is not None and (bucket.num_drafts or self._is_seen(bucket)):
             run = partial(run, proposer=self.proposer)
-        packed = self.everywhere((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
+        packed = self.of_replicas((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self.state, packed)
-        outputs = (PartitionSpec(),) * (2 if bucket.is_decode else 3)
+        outputs = (OF_REPLICAS,) * (2 if bucket.is_decode else 3)
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
         return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
 
@@ -143,9 +146,13 @@ class StepCompiler:
     def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
         """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts."""
         arguments = (head_of(self.params), self.state, self.unsampled(num_rows))
+        run: Callable[..., Any] = sample_rows
+        turn: tuple[Any, ...] = ()
+        if self.mesh.shape[DATA] > 1:
+            run, turn = sample_in_turn, (self.of_replicas((1,), jnp.int32),)
         # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled.
         of_all = replace(self, shape=_NO_PAGES, backend=REFERENCE)
-        return of_all._make(sample_rows, arguments, (PartitionSpec(), PartitionSpec()), donates=(1,))
+        return of_all._make(run, (*arguments, *turn), (OF_REPLICAS, OF_REPLICAS), donates=(1,))
 
     def compile_readouts(self) -> None:
         """Compiles the programs of readouts that requests are expected to want, for every bucket that was compiled."""
@@ -157,29 +164,29 @@ class StepCompiler:
         """Compiles `forks.fork_slots`, which only beam search needs. It donates pages and state."""
         sizes = self.shape.sizes(self.spec)
         packed = pack_forks((), sizes)
-        arguments = (self.kv, self.state, self.everywhere(packed.shape, packed.dtype))
-        where = jax.tree.map(lambda x: x.sharding, arguments[:2])
-        run = partial(fork_slots, sizes=sizes)
-        return self.make(Recipe(run, arguments, self.mesh, donates=(0, 1), out_shardings=where))
+        arguments = (self.kv, self.state, self.of_replicas(packed.shape, packed.dtype))
+        return self.make(Recipe.changing(partial(fork_slots, sizes=sizes), arguments, self.mesh, count=2))
 
     def compile_recipe(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         """Compiles `run`, which needs no model."""
-        return self.make(Recipe(run, arguments, self.mesh))
+        return self.make(
+            Recipe(run, arguments, self.mesh, out_specs=OF_REPLICAS if self.mesh.shape[DATA] > 1 else None)
+        )
 
     def compile_shared(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once."""
         if run.__name__ not in self._shared:
-            self._shared[run.__name__] = self._make(run, arguments, PartitionSpec(), donates=())
+            self._shared[run.__name__] = self._make(run, arguments, OF_REPLICAS, donates=())
         return self._shared[run.__name__]
 
     def unsampled(self, num_rows: int) -> Unsampled:
         """Returns the shapes of what a forward pass leaves of so many rows."""
-        numbers = self.everywhere((num_rows,), jnp.int32)
+        numbers = self.of_replicas((num_rows,), jnp.int32)
         return Unsampled(self.hidden(num_rows), numbers, numbers)
 
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""
-        return self.everywhere((count, self.spec.hidden_size), activation_dtype(self.params))
+        return self.of_replicas((count, self.spec.hidden_size), activation_dtype(self.params))
 
     def _make(
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
@@ -196,6 +203,6 @@ class StepCompiler:
         """The shapes of the slots' state."""
         return self.shape.state(self.spec, self.mesh)
 
-    def everywhere(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns an array that every device has whole."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
+    def of_replicas(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an array of which each replica has a part of this shape, which all of its devices have whole."""
+        return of_replicas(self.mesh, shape, dtype)

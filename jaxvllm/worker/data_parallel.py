@@ -40,7 +40,14 @@ def open_pool(
     kind = device_kind()
     backend = parallel.data_parallel_backend
     if backend == "auto":
-        backend = "in-process" if engine.has_others or (kind == "tpu" and size > 1) else "mp"
+        shares_experts = size > 1 and engine.enable_expert_parallel
+        if shares_experts and parallel.data_parallel_size_local not in (None, size):
+            raise NotImplementedError(
+                "replicas on several hosts cannot share experts: leave enable_expert_parallel out, or give "
+                "data_parallel_backend mp, with which each has all of them"
+            )
+        is_one = engine.has_others or shares_experts or (kind == "tpu" and size > 1)
+        backend = "in-process" if is_one else "mp"
     if engine.has_others and backend != "in-process":
         raise ValueError(f"data_parallel_backend {backend} is for replicas of one process each: give in-process")
     if backend == "in-process":

@@ -18,7 +18,6 @@ from jaxvllm.models.decoder import embed_tokens, run_layers
 from jaxvllm.models.families import model_spec
 from tests.conftest import Compilations
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, tiny_llm
-from tests.jax_cache import same_programs_once
 from tests.models.dense import dense_attend
 from tests.models.fixture import Fixture
 
@@ -41,20 +40,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["1x2", "2x4"])
+@pytest.fixture(scope="module", params=["1x2", "2x2"])
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     options = OPTIONS | {"mesh": request.param, "enable_expert_parallel": True, "enable_eplb": True}
     with ExitStack() as stack:
-        if request.param == "2x4":  # both replicas have the same program, and the other mesh has that of bursts
-            stack.enter_context(same_programs_once())
+        if request.param == "2x2":  # replicas that share experts; the other mesh has the program of bursts
             stack.enter_context(one_program())
-            options["compilation_cache"] = None
         yield stack.enter_context(tiny_llm(directory, eplb_config=EPLB, **options))
 
 
 def placed(llm: LLM) -> list[list[int]]:
-    """The expert in each slot of each layer, of all replicas."""
-    slots = [replica.runner.expert_slots for replica in llm.engine.replicas]
+    """The expert in each slot of each layer."""
+    slots = [holder.expert_slots for holder in llm.engine.holders]
     return [held.tolist() for one in slots if one is not None for held in one.held.values()]
 
 

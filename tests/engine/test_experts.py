@@ -33,7 +33,7 @@ def test_experts_with_biases_on_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("1x2x2", {"enable_expert_parallel": True}),
+        ("1x3x2", {"enable_expert_parallel": True}),  # three replicas share six experts
         ("1x2", {"quantization": "int8"}),
     ],
 )

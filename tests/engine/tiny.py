@@ -27,11 +27,11 @@ MAX_MODEL_LEN = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def write_tiny_checkpoint(directory: Path, fixture: str = "llama", **generation_config: Any) -> Path:
+def write_tiny_checkpoint(directory: Path, fixture: str | Fixture = "llama", **generation_config: Any) -> Path:
     """A fixture with a byte-level tokenizer: <s> is its BOS, <|end|> its EOS."""
     backend = byte_level_backend()
     vocab_size = backend.get_vocab_size()
-    small = Fixture.load(fixture)
+    small = Fixture.load(fixture) if isinstance(fixture, str) else fixture
     shapes = {
         name: [vocab_size, *shape[1:]] if shape[0] == small.config["vocab_size"] else shape
         for name, shape in small.shapes.items()

@@ -52,6 +52,18 @@ def test_stages_that_differ_have_room_for_the_most_layers_of_a_kind():
     assert share.empty_bytes == 2 * sum(math.prod(decl.shape) for decl in dense.declare().values()) / 2
 
 
+def test_replicas_share_experts_and_nothing_else():
+    options = dict(dtype="bfloat16", enable_expert_parallel=True)
+    shared, one = (deployment("Qwen3-30B-A3B", "h200", mesh=mesh, **options) for mesh in ("2x4", "1x4"))
+    params = abstract_params(shared.spec, jnp.bfloat16, "stacked", make_mesh(MeshShape.parse("2x4"), jax.devices()))
+    assert shared.share.weight_bytes == sum(map(shard_bytes, jax.tree.leaves(params)))
+    assert shared.share.expert_bytes == one.share.expert_bytes / 2
+    assert shared.share.bytes_read - shared.share.expert_bytes == one.share.bytes_read - one.share.expert_bytes
+    # A device has half as many experts, to which twice as many tokens come.
+    assert shared.share.flops(8, 8) == one.share.flops(8, 8)
+    assert (shared.compiled_mesh, one.compiled_mesh) == (MeshShape(2, 4), MeshShape(1, 4))
+
+
 def test_operations_are_two_a_weight_and_token():
     spec = deployment("Llama-3.1-8B", "v5e").spec
     # Of 8.03 billion parameters, 2 x 525 million are embedding and head, and norms have 266 thousand.

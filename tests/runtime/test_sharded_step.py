@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxvllm.models.experts import by_expert, num_experts
+from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.planner.hlo import read_collectives
@@ -18,6 +20,7 @@ from pallas_kernels.backend import REFERENCE
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import changed, in_windows
+from tests.models.fixture import Fixture
 from tests.models.test_spread import DEMO
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -115,3 +118,21 @@ def test_each_device_updates_its_share_of_the_pages_in_place(size: int, layout: 
     memory = program.begin.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes >= share
     assert program.step_bytes < share
+
+
+def test_replicas_gather_tokens_for_experts_and_sum_once() -> None:
+    config = Fixture.load("qwen2_moe").config | {"num_experts": 8}
+    spec = by_expert(model_spec(config, None), num_replicas=2)
+    mesh = make_mesh(MeshShape(2, 2), jax.devices())
+    params = abstract_params(spec, jnp.float32, "separate", mesh)
+    program = StepCompiler(params, SHAPE.pages(spec, REFERENCE, mesh), spec, SHAPE, REFERENCE, mesh).compile(DECODE)
+    counts: Counter[tuple[str, str]] = Counter()
+    for collective in read_collectives("".join(texts(program))):
+        counts[collective.kind, collective.over] += collective.count
+    num_layers = len(num_experts(spec))
+    # The hidden states, and one with the experts that they have chosen.
+    assert counts["all-gather", "data"] == 2 * num_layers
+    assert counts["reduce-scatter", "data"] == num_layers
+    assert {kind for kind, over in counts if over == "data"} == {"all-gather", "reduce-scatter"}
+    assert counts["all-reduce", "model"] == 2 * spec.num_layers + 1 + OF_MIN_TOKENS
+    assert {over for _, over in counts} == {"data", "model"}

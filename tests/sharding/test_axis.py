@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.axis import ALONE, ModelAxis, StageAxis
+from sharding.axis import ALONE, ModelAxis, ReplicaAxis, StageAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
 from sharding.rules import MODEL
@@ -65,6 +65,35 @@ def test_replicas_have_meshes_of_their_own() -> None:
     meshes = replica_meshes(make_mesh(MeshShape(2, 4), jax.devices()))
     assert [mesh.shape for mesh in meshes] == [{"data": 1, "stage": 1, "model": 4}] * 2
     assert len({device for mesh in meshes for device in mesh.devices.flat}) == 8
+
+
+def test_replicas_gather_tokens_and_get_their_own_sums() -> None:
+    mesh = make_mesh(MeshShape(2, 2), jax.devices())
+    x = np.arange(2 * 3 * 2, dtype=np.float32).reshape(6, 2)  # three tokens of each replica
+
+    def shard(x: jax.Array) -> tuple[jax.Array, ...]:
+        axis = ReplicaAxis(2)
+        every = axis.gather(x)
+        return (
+            every[None],
+            axis.own_sum(every),
+            axis.own(every),
+            axis.sum(x),
+            axis.max(x),
+            jnp.asarray(axis.first(5))[None],
+        )
+
+    spec = PartitionSpec("data")
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    every, own_sum, own, total, largest, first = map(np.asarray, run(x))
+    np.testing.assert_array_equal(every, [x, x])
+    np.testing.assert_array_equal(own_sum, 2 * x)
+    np.testing.assert_array_equal(own, x)
+    np.testing.assert_array_equal(total, [*(x[:3] + x[3:])] * 2)
+    np.testing.assert_array_equal(largest, [*x[3:]] * 2)
+    assert first.tolist() == [0, 5]
+    alone, axis = jnp.asarray(x), ReplicaAxis()
+    assert all(run(alone) is alone for run in (axis.gather, axis.own_sum, axis.own, axis.sum, axis.max))
 
 
 @pytest.mark.parametrize("columns", [6, 5])  # 5 do not divide over two devices

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,13 @@ def test_numbers_that_contradict_each_other() -> None:
     one_process = DataParallelConfig(data_parallel_size=2, data_parallel_backend="in-process")
     [engine] = open_pool(EngineConfig(mesh="1x2"), one_process).engines
     assert engine.config.mesh == "2x2"
+
+
+def test_replicas_that_share_experts_are_in_one_process() -> None:
+    sharing, two = EngineConfig(mesh="1x2", enable_expert_parallel=True), DataParallelConfig(data_parallel_size=2)
+    [engine] = open_pool(sharing, two).engines
+    assert engine.config.mesh == "2x2" and engine.config.shares_experts
+    apart = open_pool(sharing, replace(two, data_parallel_backend="mp")).engines
+    assert [one.config.shares_experts for one in apart] == [False, False]
+    with pytest.raises(NotImplementedError, match="replicas on several hosts cannot share experts"):
+        open_pool(sharing, replace(two, data_parallel_size_local=1))

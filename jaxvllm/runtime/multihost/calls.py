@@ -57,6 +57,14 @@ class SampleRows:
 
 
 @dataclass(frozen=True)
+class SampleSome:
+    """Computes the second half of a step for some of the replicas that run it together."""
+
+    bucket: Bucket
+    packed: NDArray[np.int32]  # [replicas]: 1 for these, 0 for the others
+
+
+@dataclass(frozen=True)
 class Recall:
     """Gives a slot tokens that no step computes."""
 
@@ -117,6 +125,7 @@ type Call = (
     | Mask
     | Read
     | SampleRows
+    | SampleSome
     | ForkSlots
     | Reset
     | Close
@@ -140,6 +149,7 @@ _KINDS: tuple[type[Message], ...] = (
     Mask,
     Read,
     SampleRows,
+    SampleSome,
     ForkSlots,
     FillSideRows,
 )

@@ -63,7 +63,7 @@ class Distributions:
         return (bucket.num_rows,)
 
     def compile(self, maker: ProgramMaker, bucket: Bucket) -> ReadProgram:
-        index = maker.everywhere((DISTRIBUTION_BATCH,), jnp.int32)
+        index = maker.of_replicas((DISTRIBUTION_BATCH,), jnp.int32)
         pick = maker.compile_recipe(pick_rows, (maker.unsampled(bucket.num_rows), index))
         arguments = (head_of(maker.params), maker.state, maker.unsampled(DISTRIBUTION_BATCH))
         return _Program(pick, maker.compile_shared(distribute, arguments))

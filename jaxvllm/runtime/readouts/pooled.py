@@ -66,7 +66,7 @@ class PooledVectors:
         return bucket.num_tokens, bucket.num_rows
 
     def compile(self, maker: ProgramMaker, bucket: Bucket) -> ReadProgram:
-        counts, sums = maker.everywhere((bucket.num_rows,), jnp.int32), maker.sampling.sums_prompts
+        counts, sums = maker.of_replicas((bucket.num_rows,), jnp.int32), maker.sampling.sums_prompts
         if sums:
             compute = maker.compile_recipe(sum_vectors, (maker.hidden(bucket.num_tokens), counts))
         else:

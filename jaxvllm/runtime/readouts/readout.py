@@ -50,8 +50,8 @@ class ProgramMaker(Protocol):
     @property
     def sampling(self) -> SamplerOptions: ...
 
-    def everywhere(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns the shape of an array that every device has whole."""
+    def of_replicas(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns an array of which each replica has a part of this shape, which all of its devices have whole."""
 
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""

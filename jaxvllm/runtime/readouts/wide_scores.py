@@ -71,9 +71,9 @@ class WideScores:
         return (bucket.num_tokens,)
 
     def compile(self, maker: ProgramMaker, bucket: Bucket) -> ReadProgram:
-        packed = maker.everywhere((2, SCORE_BATCH), jnp.int32)
+        packed = maker.of_replicas((2, SCORE_BATCH), jnp.int32)
         pick = maker.compile_recipe(pick_tokens, (maker.hidden(bucket.num_tokens), packed))
-        token_ids = maker.everywhere((SCORE_BATCH,), jnp.int32)
+        token_ids = maker.of_replicas((SCORE_BATCH,), jnp.int32)
         arguments = (head_of(maker.params), maker.hidden(SCORE_BATCH), token_ids)
         return _Program(pick, maker.compile_shared(score_widely, arguments))
 
