@@ -2,9 +2,9 @@
 
 Nothing runs: programs are compiled for TPUs that are not here, in the environment .aot. The text of a compiled program
 has an estimate of cycles for each operation of XLA. Loops over rows and runs count as often as the step has them, and
-inner loops as often as their condition tells. A custom call has no estimate and counts nothing. Of a kernel the
-compiler reports the bundles of instructions of a visit, one a cycle. While they compute, the next state is fetched, so
-a kernel takes its bundles or its bytes, whichever is more. Bytes take what the same compiler expects of a copy of as
+inner loops as often as their condition tells. A custom call has no estimate and counts nothing. The compiler reports
+how many bundles of instructions a visit of a kernel takes, one a cycle. While they compute, the next state is fetched,
+so a kernel takes its bundles or its bytes, whichever is more. Bytes take what the same compiler expects of a copy of as
 many: each state read and written once, tokens read, and results written. Programs are compiled for 64 rows with a token
 each and for a prompt of 512 tokens in pages of 64. Other steps follow from the length of their loops. It prints a table
 and writes benchmarks/results/states-estimate-DATE-COMMIT.json.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from benchmarks.result_files import ROOT, machine, write_record
@@ -40,7 +40,7 @@ from pallas_kernels.deviceless import compile_only_devices
 from pallas_kernels.linear_attention.visits import TILE
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.mesh import MeshShape
-from sharding.placement import make_mesh
+from sharding.placement import make_mesh, place
 
 CHIPS = ("v5e", "v6e", "v7x")
 PAGE_SIZE = 64  # as many tokens as XLA takes in together at most
@@ -126,9 +126,9 @@ def layers() -> Iterator[StateLayer]:
     taps = {"taps": (4, channels.channels)}
     rule = RecurrentRule(CausalConv(channels.channels, 4), channels)
     yield StateLayer("Kimi Linear", 32, rule, taps, {"g": (128,), "beta": ()})
-    taps = {"taps": (4, scan.channels), "bias": (scan.channels,), "skip": (16,)}
+    biased = {"taps": (4, scan.channels), "bias": (scan.channels,), "skip": (16,)}
     rule = RecurrentRule(CausalConv(scan.channels, 4, has_bias=True), scan)
-    yield StateLayer("Nemotron-H", 8, rule, taps, {"g": (16,), "dt": (16,)})
+    yield StateLayer("Nemotron-H", 8, rule, biased, {"g": (16,), "dt": (16,)})
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class StateStep:
 
     @property
     def turns(self) -> int:
-        """How often states take in tokens: those of a row in one tile together."""
+        """States take in tokens so often, where those of a row in one tile count once."""
         return self.num_rows * -(-self.tokens_of_row // TILE)
 
     def __str__(self) -> str:
@@ -170,26 +170,26 @@ def least_bytes(layer: StateLayer, step: StateStep) -> int:
 
 def compiled(layer: StateLayer, step: StateStep, backend: Backend, mesh: Mesh) -> str:
     """Returns the text of the program by which one layer's states take in a step."""
-    memory, everywhere = layer.memory, NamedSharding(mesh, PartitionSpec())
+    memory, everywhere = layer.memory, place(mesh)(())
     states = TpuStates.of(memory, backend)
 
     def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # type: ignore[no-untyped-call]
 
     def run(
         pages: jax.Array,
         page_table: jax.Array,
         starts: jax.Array,
         lengths: jax.Array,
-        place: jax.Array,
+        layer_place: jax.Array,
         weights: Mapping[str, jax.Array],
         tokens: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         rows = RaggedRows.build(page_table, starts, lengths, step.num_tokens)
         if states is None:
-            read, pages = memory.advance(pages, place, Columns(rows, PAGE_SIZE), weights, tokens)
+            read, pages = memory.advance(pages, layer_place, Columns(rows, PAGE_SIZE), weights, tokens)
         else:
-            read, pages = states(pages, place, states.plan(rows, PAGE_SIZE), weights, tokens)
+            read, pages = states(pages, layer_place, states.plan(rows, PAGE_SIZE), weights, tokens)
         return read.astype(jnp.bfloat16), pages
 
     T, K = step.num_tokens, layer.num_heads
@@ -198,8 +198,8 @@ def compiled(layer: StateLayer, step: StateStep, backend: Backend, mesh: Mesh) -
     tokens[CHANNELS] = on_device((T, K, layer.num_channels), jnp.bfloat16)
     weights = {name: on_device((K, *shape)) for name, shape in layer.weights.items()}
     table = on_device((step.num_rows, 4096 // PAGE_SIZE), jnp.int32)
-    rows, place = on_device((step.num_rows,), jnp.int32), on_device((), jnp.int32)
-    arguments = on_device(pages.shape), table, rows, rows, place, weights, tokens
+    rows, number = on_device((step.num_rows,), jnp.int32), on_device((), jnp.int32)
+    arguments = on_device(pages.shape), table, rows, rows, number, weights, tokens
     text = jax.jit(run, donate_argnums=0).lower(*arguments).compile().as_text()
     assert text is not None
     return text
@@ -207,7 +207,8 @@ def compiled(layer: StateLayer, step: StateStep, backend: Backend, mesh: Mesh) -
 
 def cycles_per_byte(mesh: Mesh) -> float:
     """Returns what the compiler expects of a byte that is read, or written."""
-    array = jax.ShapeDtypeStruct((COPIED // 512, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    shape, everywhere = (COPIED // 512, 128), place(mesh)(())
+    array = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)  # type: ignore[no-untyped-call]
     text = jax.jit(lambda x: x + 1).lower(array).compile().as_text()
     assert text is not None
     return cost_of(text).once / (2 * COPIED)

@@ -1,8 +1,8 @@
 """The delta rule for TPUs: states go from their pages through VMEM, and back to the pages of the tokens' columns.
 
 Both kernels go over visits (`visits.py`), for a block of key heads at a time. Pallas fetches the state of the next
-visit, and writes that of the visit before, while this one is computed. The window of the convolution is in the page
-behind the matrices, so a token's channels are all that is read beside it.
+visit, and writes that of the visit before, while this one is computed. The window of the convolution follows the
+matrices in the page, so a token's channels are all that is read beside it.
 """
 
 from functools import partial

@@ -29,7 +29,7 @@ def choose_blocks(
 ) -> DeltaBlocks | None:
     """Returns the blocks for key heads with so many matrices of `sizes`, or None where the kernels do not take these.
 
-    page_rows: the rows of the page of a head
+    The page of a head has `page_rows` rows.
     """
     if sizes != (SIZE, SIZE):
         return None
@@ -47,8 +47,10 @@ def choose_blocks(
 
 def compiler_params(chip: TpuChip) -> pltpu.CompilerParams:
     # Cores share the heads. Visits of a row follow each other.
-    semantics = ("parallel" if chip.num_cores > 1 else "arbitrary", "arbitrary")
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=int(chip.vmem_bytes * VMEM_SHARE))
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel" if chip.num_cores > 1 else "arbitrary", "arbitrary"),
+        vmem_limit_bytes=int(chip.vmem_bytes * VMEM_SHARE),
+    )
 
 
 def interpreter(chip: TpuChip, interpret: bool) -> Any:

@@ -123,9 +123,9 @@ def _single(
     mixed = []
     for part in range(parts):
         lanes = slice(part * SIZE, (part + 1) * SIZE)
-        rows = [r * SIZE + age * parts + part for age in range(size - 1)]
-        seen = [kept(before[:, row, :]) for row in rows] + [x[:, lanes].astype(jnp.float32)]
-        for row, value in zip(rows, seen[1:], strict=True):
+        ages = [r * SIZE + age * parts + part for age in range(size - 1)]
+        seen = [kept(before[:, row, :]) for row in ages] + [x[:, lanes].astype(jnp.float32)]
+        for row, value in zip(ages, seen[1:], strict=True):
             after[:, row, :] = value
         mixed.append(jax.nn.silu(sum(taps[age, :, lanes] * value for age, value in enumerate(seen))))
     end = r * SIZE + (size - 1) * parts
@@ -134,16 +134,14 @@ def _single(
     q, k, *v = mixed
     q, k = of_length_one(q) * SIZE**-0.5, of_length_one(k)
     qk = jnp.sum(q * k, axis=-1, keepdims=True)
-    left, beta = (
-        [jnp.exp(gates[:, value * decays : (value + 1) * decays]) for value in range(r)],
-        gates[:, r * decays :],
-    )
+    beta = gates[:, r * decays :]
+    left = [jnp.exp(gates[:, value * decays : (value + 1) * decays]) for value in range(r)]
     # A column for each query, key and decay, by which the rows of a matrix are multiplied.
-    turned = jnp.concatenate([q, k, *(left if decays == SIZE else [])])
-    turned = jnp.concatenate([turned, jnp.zeros((-len(turned) % LANES, SIZE), jnp.float32)]).T
+    used = jnp.concatenate([q, k, *(left if decays == SIZE else [])])
+    turned = jnp.concatenate([used, jnp.zeros((-len(used) % LANES, SIZE), jnp.float32)]).T
     for head in range(heads):
         own = slice(head, head + 1)
-        q_column, k_column, *left_columns = (turned[:, at : at + 1] for at in range(head, heads * (2 + r), heads))
+        q_column, k_column, *left_columns = (turned[:, at : at + 1] for at in range(head, len(used), heads))
         for value in range(r):
             rows = slice(value * SIZE, (value + 1) * SIZE)
             decay = left_columns[value] if decays == SIZE else left[value][own]
