@@ -161,4 +161,6 @@ def test_blocks_of_models_fit(chip: TpuChip) -> None:
         blocks = tpu.choose_blocks(num_heads, 128 * r + 16, r, (128, 128), chip)
         assert blocks is not None and num_heads % blocks.single == 0 and num_heads % blocks.chunk == 0
         assert blocks.single == num_heads or blocks.single % 8 == 0
+        assert num_heads // blocks.chunk % chip.num_cores == 0
+        assert num_heads != 16 or num_heads // blocks.single % chip.num_cores == 0
     assert tpu.choose_blocks(16, 272, 2, (64, 128), chip) is None

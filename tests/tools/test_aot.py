@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import aot
-from tools.aot_outcome import HEADER, KINDS, Outcome
+from tools.aot_outcome import HEADER, Outcome
 from tools.kernel_resources import KernelResources, read_resources
 
 type MakeWorker = Callable[[str], Path]

@@ -42,7 +42,14 @@ def choose_blocks(
     whole = [size for size in range(1, num_heads + 1) if num_heads % size == 0]
     single = [size for size in whole if size <= min(room // state, 16) and (size == num_heads or size % SUBLANES == 0)]
     chunk = [size for size in whole if size <= min(room // (state + tokens), 2)]
-    return None if not single or not chunk else DeltaBlocks(max(single), max(chunk))
+    if not single or not chunk:
+        return None
+
+    def largest(fitting: list[int]) -> int:
+        """Returns the largest size with a block for each core, where there is one."""
+        return max(fitting, key=lambda size: (num_heads // size % chip.num_cores == 0, size))
+
+    return DeltaBlocks(largest(single), largest(chunk))
 
 
 def compiler_params(chip: TpuChip) -> pltpu.CompilerParams:
