@@ -104,7 +104,15 @@ def rare_programs(on_demand: bool) -> Iterator[None]:
 
 
 @contextmanager
-def quick_engines(have_states: bool = False) -> Iterator[None]:
-    """Engines that start within compile quickly, and what few requests need only on demand."""
-    with quick_compilation(), rare_programs(on_demand=True), nullcontext() if have_states else earlier_emitters():
+def quick_engines(have_states: bool = False, run_long: bool = False) -> Iterator[None]:
+    """Engines that start within compile quickly, and what few requests need only on demand.
+
+    Steps take several times as long at -O0. So those that `run_long`, for a thousand tokens or more, have the -O1 of
+    engines that serve.
+    """
+    with (
+        nullcontext() if run_long else quick_compilation(),
+        rare_programs(on_demand=True),
+        nullcontext() if have_states else earlier_emitters(),
+    ):
         yield

@@ -18,7 +18,7 @@ from jaxvllm.engine import build
 from jaxvllm.engine.outputs import BeamSearchOutput, Logprob
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.tiny import one_program
-from tests.quick import rare_programs
+from tests.quick import quick_engines
 from tests.run_cache import run_cache
 
 FIXTURE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
@@ -46,8 +46,7 @@ type Result = RequestOutput | BeamSearchOutput | ParameterError | UnsupportedPar
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_programs() -> Iterator[None]:
-    """As served: so many tokens take longer with quick compilation than is saved by it."""
-    with rare_programs(on_demand=True):
+    with quick_engines(run_long=True):
         yield
 
 

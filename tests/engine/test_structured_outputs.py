@@ -16,6 +16,7 @@ from jaxvllm.grammar.constraint import GrammarConstraint
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.tiny import assert_idle, few_pages
 from tests.grammar.schema_cases import CASES, DIGIT, SHORT, Schema, array, closed
+from tests.quick import quick_engines
 
 OPTIONS: dict[str, Any] = dict(
     max_num_seqs=64,
@@ -64,6 +65,12 @@ MIXED = [
     )
     for i in range(18)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> Iterator[None]:
+    with quick_engines(run_long=True):
+        yield
 
 
 @pytest.fixture(scope="module")
