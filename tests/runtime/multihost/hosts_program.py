@@ -9,9 +9,8 @@ from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, RequestOutput, SamplingParams
-from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from tests.engine.tiny import one_program
-from tests.quick import rare_programs
+from tests.quick import quick_engines
 from tests.run_cache import run_cache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -80,7 +79,6 @@ def interrupt(llm: LLM, seconds: float) -> bool:
 
 
 def main(scenario: str, index: int, coordinator: str) -> None:
-    COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = 0
     mesh = "2x1x2" if scenario == "complete in stages" else "1x4"
     mine = options(mesh, coordinator=coordinator, num_processes=2, process_id=index)
     if scenario == "differ":
@@ -101,5 +99,5 @@ def main(scenario: str, index: int, coordinator: str) -> None:
 
 if __name__ == "__main__":
     few_programs = one_program(num_rows=4) if sys.argv[1] == "endless" else nullcontext()
-    with rare_programs(on_demand=True), few_programs:
+    with quick_engines(), few_programs:
         main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
