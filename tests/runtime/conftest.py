@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.jax_cache import jax_cache
-from tests.quick import quick_compilation
+from tests.quick import earlier_emitters, quick_compilation
 
 
 @pytest.fixture
@@ -18,5 +18,5 @@ def no_cache() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def quick_programs() -> Iterator[None]:
     """For modules that ask for it: what is compiled there runs once or not at all."""
-    with quick_compilation():
+    with quick_compilation(), earlier_emitters():
         yield
