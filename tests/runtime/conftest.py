@@ -20,3 +20,10 @@ def quick_programs() -> Iterator[None]:
     """For modules that ask for it: what is compiled there runs once or not at all."""
     with quick_compilation(), earlier_emitters():
         yield
+
+
+@pytest.fixture(scope="module")
+def long_running() -> Iterator[None]:
+    """For modules that compute so much that -O0 would take longer."""
+    with earlier_emitters():
+        yield

@@ -27,7 +27,7 @@ from tests.models.fixture import Fixture
 from tests.runtime.plans import make_plan
 from tests.runtime.test_sampler import Row, kept, processed, softmax
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("long_running")
 
 type Decode = Callable[..., Any]
 
