@@ -13,6 +13,8 @@ from jaxvllm.bench.kernels.timing import Timing
 from jaxvllm.cli.bench import main
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 TINY = tuple(
     RaggedCase(name, 4, 2, 16, 16, 3, (RowCase(1, 40), RowCase(1, 16), RowCase(1, 7)))
     for name in ("decode-tiny", "decode-tiny-q32-d128")

@@ -21,6 +21,8 @@ from pallas_kernels.backend import REFERENCE
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import SERVING, RaggedCase, RowCase
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 FLOAT32 = jnp.dtype(jnp.float32)
 CASE = RaggedCase("decode", 4, 2, 16, 16, 3, (RowCase(1, 40), RowCase(1, 16), RowCase(1, 7)))
 PROMPT = RaggedCase("prompt", 4, 2, 16, 16, 20, (RowCase(20, 20),))

@@ -7,6 +7,8 @@ import pytest
 from jaxvllm.cli.explain import main
 from jaxvllm.explainer.report import Report
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 FLAGS = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--row-buckets", "2", "--token-buckets", "16"]
 
 

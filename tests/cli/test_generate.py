@@ -12,6 +12,8 @@ from jaxvllm.cli import main as jaxvllm
 from jaxvllm.cli.generate import main
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 CLOSING_LINE = re.compile(
     r"^(\d+) requests, (\d+) tokens in, (\d+) tokens out, [\d.]+ s, [\d.]+ tokens per second; "
     r"first token after [\d.]+ s, [\d.]+ s after the process started$",
