@@ -36,6 +36,8 @@ from tools.demo_heads import (
 from tools.demo_model import DEMO, ModelShape, decode, load, logits
 from tools.train_demo_heads import ASSETS, Target, eagle3_loss, medusa_loss, path_weights, train
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 TARGET = ModelShape(hidden=16, layers=3, heads=2, kv_heads=1, head_size=8, ffn=16)
 HEAD = Eagle3Shape(hidden=16, heads=4, kv_heads=2, head_size=8, ffn=8, draft_vocab=32, aux_layers=(1, 2, 3))
 MEDUSAS = MedusaShape(hidden=16, heads=2)
