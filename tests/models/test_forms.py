@@ -34,6 +34,8 @@ from sharding.rules import MODEL
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 TOKENS = list(range(3, 20))
 INT8 = Forms(layers=Int8())
 KERNELS = Forms(CpuInt8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))

@@ -42,6 +42,8 @@ from sharding.rules import MODEL
 from tests.models.dense import dense_logits
 from tests.models.seeded_weights import seeded_weights
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 @dataclass(frozen=True)
 class SoftlyRoutedFfn:

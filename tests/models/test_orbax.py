@@ -21,6 +21,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.fixture import Fixture
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 def mesh(size: int) -> Mesh:
     return make_mesh(MeshShape(1, size), jax.devices())

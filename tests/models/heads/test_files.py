@@ -18,6 +18,8 @@ from tests.models.dense import dense_attend
 from tests.models.heads import reference
 from tests.models.heads.written import CONFIG, OF_TARGET, TARGET, E, V, layer_shapes, of_target, write_head
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 RANDOM = np.random.default_rng(3)
 TOKENS = RANDOM.integers(0, V, 9)
 HIDDEN = RANDOM.standard_normal((9, E))

@@ -17,6 +17,8 @@ from tests.models.dense import dense_attend
 from tests.models.heads import reference
 from tests.models.heads.written import CONFIG, OF_TARGET, E, V, layer_shapes, of_target, write_head
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 RANDOM = np.random.default_rng(4)
 TOKENS, HIDDEN = RANDOM.integers(0, V, 9), RANDOM.standard_normal((9, E))
 STATES = RANDOM.standard_normal((1, 9, E))
