@@ -234,7 +234,6 @@ def interpreted(*dropped: str) -> Sequence[RaggedCase]:
     return [WHOLE if case.name == WHOLE.name else case for case in CASES if case.name not in dropped]
 
 
-@pytest.mark.usefixtures("quick_interpreters")
 class InterpretedSuite(AttentionSuite):
     """The tests of a kernel that is interpreted, of fewer programs than a kernel that is compiled quickly."""
 

@@ -18,8 +18,6 @@ from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import plan_decode, plan_latent, plan_prefill
 from tests.pallas_kernels.attention_call import LAYER, Call, build_rows, make_call
 
-pytestmark = pytest.mark.usefixtures("quick_interpreters")
-
 
 def gpu_chip(name: str = "h200", **changes: Any) -> GpuChip:
     chip = chip_named(name)

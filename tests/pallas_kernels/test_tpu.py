@@ -23,8 +23,6 @@ from pallas_kernels.ragged_paged_attention.tpu.blocks import VMEM_SHARES, Blocks
 from pallas_kernels.ragged_paged_attention.tpu.write import Merger, Writer
 from tests.pallas_kernels.attention_call import LAYER, Call, make_call
 
-pytestmark = pytest.mark.usefixtures("quick_interpreters")
-
 TPUS = [chip for chip in CHIPS.values() if isinstance(chip, TpuChip)]
 V5E = next(chip for chip in TPUS if chip.name == "v5e")
 STAGES: tuple[Stage, ...] = ("decode", "verify", "prefill")
