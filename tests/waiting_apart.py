@@ -1,7 +1,7 @@
 """How files of tests are divided among processes: those that mostly wait have a process of their own.
 
-Tests with Ray's cluster and with a browser wait for a minute and a half longer than they compute. In one of the
-processes that compute, they leave a core idle meanwhile.
+Tests with Ray's cluster, with a browser and with peers that are silent wait for two minutes longer than they compute.
+In one of the processes that compute, they leave a core idle meanwhile.
 """
 
 from typing import Any
@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-WAITING = ("tests/test_ray.py", "tests/worker/test_ray_place.py", "tests/server/test_playground.py")
+WAITING = (
+    "tests/test_ray.py",
+    "tests/worker/test_ray_place.py",
+    "tests/server/test_playground.py",
+    "tests/kv_transfer/test_peers.py",
+    "tests/router/test_proxy.py",
+    "tests/server/http/test_doors.py",
+    "tests/router/test_prefixes.py",
+)
 
 
 class WaitingApart(LoadFileScheduling):
