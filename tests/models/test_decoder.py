@@ -29,6 +29,8 @@ from tests.models.changed import in_windows
 from tests.models.dense import dense_attend, dense_logits
 from tests.models.fixture import NAMES, Fixture
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 def spec_of(name: str) -> ModelSpec:
     return model_spec(Fixture.load(name).config)

@@ -15,6 +15,8 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.grouped_matmul import gpu
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 CHIP = chip_named("h200")
 assert isinstance(CHIP, GpuChip)
 FORM = GpuExperts(replace(CHIP, num_sms=2), interpret=True)

@@ -29,6 +29,8 @@ from tests.models.changed import changed
 from tests.models.fixture import NAMES, Fixture
 from tests.waiting import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 INDEX = "model.safetensors.index.json"
 # What has numbers of heads.
 type Heads = GroupedQueryAttention | LatentAttention | StateMixer
