@@ -214,7 +214,8 @@ class EngineConfig:
         if found := next((name for name, is_given in given.items() if is_given), None):
             raise NotImplementedError(
                 f"enable_expert_parallel on mesh {self.mesh} lets {self.mesh_shape.data} replicas share experts and "
-                f"compute in lockstep, and {found} is not supported there: leave it out, or use a mesh of 1xM"
+                f"compute in lockstep, and {found} is not supported there: leave it out, use a mesh of 1xM, or serve "
+                "with data_parallel_size and data_parallel_backend mp, with which each replica has all experts"
             )
 
     @property

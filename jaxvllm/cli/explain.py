@@ -122,7 +122,7 @@ def _has_template(llm: "LLM") -> bool:
 
 def _note(llm: "LLM") -> str | None:
     """Returns what a reader should know about the buckets of an engine that has just started."""
-    programs = [replica.runner.programs for replica in llm.engine.replicas]
+    programs = [holder.programs for holder in llm.engine.holders]
     number, whole = sum(one.num_compiled for one in programs), sum(len(one.ladder.buckets) for one in programs)
     if number >= whole:
         return None

@@ -133,7 +133,7 @@ def build(
     if on_cpu and config.kv_cache_dtype != "auto":
         # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
         logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
-    forms = resolved.forms(backend, meshes[0].size)
+    forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend)
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)

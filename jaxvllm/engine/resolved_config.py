@@ -85,12 +85,12 @@ class ResolvedConfig:
             counts_loads=config.counts_loads,
         )
 
-    def forms(self, backend: Backend, num_devices: int) -> Forms:
-        """Returns the forms in which a replica on `num_devices` devices keeps the matrices of the model."""
+    def forms(self, backend: Backend, num_devices: int, shards: int) -> Forms:
+        """Returns the forms of the matrices of the model on `num_devices` devices, `shards` of which have a replica."""
         # XLA turns only the arrays of single layers.
         may_turn = self.layout == "separate" and num_devices == 1
         by_tile = self.layout == "separate"
-        return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, num_devices)
+        return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards)
 
     def draft_forms(self, backend: Backend) -> Forms:
         """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""

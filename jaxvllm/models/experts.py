@@ -276,7 +276,8 @@ def num_experts(spec: ModelSpec) -> dict[int, int]:
 
 def replicas_of(spec: ModelSpec) -> int:
     """Returns how many replicas share the experts of the model: 1 where each has its own, or none."""
-    return max((layer.ffn.num_replicas for layer in spec.layers if isinstance(layer.ffn, ExpertsFfn)), default=1)
+    ffns = (ffn for layer in spec.layers for ffn in (layer.ffn, layer.late))
+    return max((ffn.num_replicas for ffn in ffns if isinstance(ffn, ExpertsFfn)), default=1)
 
 
 def by_expert(spec: ModelSpec, num_redundant: int | None = None, num_replicas: int = 1) -> ModelSpec:

@@ -27,7 +27,7 @@ class Spread:
     not divide among the copies, query heads with weights of zero, which add nothing to the output, fill the groups up.
     So 28 query heads over 4 KV heads run on 8 devices, as 32 over 8. Unsampled rows fill up the vocabulary.
 
-    Stages have as many layers as each other, or the later ones one fewer: 27 layers in two stages are 14 and 13. They
+    Stages are as even as the layers allow, and the later ones have fewer: 27 layers in two stages are 14 and 13. They
     may be of any kinds. But layers that read what another layer keeps, or what its index has chosen, are in its stage.
     An array over all devices has equal parts, so where one stage has more layers of a kind than another, the other has
     as much memory for them, which stays empty.

@@ -34,7 +34,7 @@ def divided(begins: tuple[int, ...], num_layers: int, stages: int) -> tuple[rang
     earlier stages have more layers: 27 layers in two stages are 14 and 13.
     """
     assert 0 < stages <= len(begins), "each stage has a layer"
-    # The best divisions of the layers from each beginning on, among more and more stages.
+    # Good divisions of the layers from each beginning on, among more and more stages.
     rests: dict[int, Division] = {begin: (num_layers - begin, (num_layers - begin) ** 2, (begin,)) for begin in begins}
     for _ in range(stages - 1):
         rests = {

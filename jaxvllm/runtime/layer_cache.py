@@ -198,11 +198,11 @@ class LayerCache:
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
         place = self._place(number, given)
-        where = pages[number], place, self._columns(number)
         if number in self._state_kernels:
             kernel, plan = self._state_kernels[number]
             out, own = kernel(pages[number], place, plan, weights, tokens)
             return out, kept._replace(pages=_replaced(pages, number, own))
+        where = pages[number], place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
             return out, kept._replace(pages=_replaced(pages, number, own))

@@ -41,6 +41,11 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
     process 0, never becomes ready, and returns 0 when process 0 has ended.
     """
     start = time.monotonic()
+    if config.enable_elastic_ep and parallel.shares_experts(engine):
+        raise ValueError(
+            "enable_elastic_ep changes the number of replicas, and replicas that share experts are one program: give "
+            "data_parallel_backend mp, with which each replica has all experts, or leave enable_elastic_ep out"
+        )
     local_directory(engine.model)  # what is wrong with it is told before anybody may think that the server works
     chat_template = None if config.chat_template is None else read_chat_template(config.chat_template)
     with HttpDoor.opened(config) as door, StopSignals() as stop:

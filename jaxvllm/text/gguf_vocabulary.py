@@ -21,7 +21,17 @@ START = "tokenizer.ggml."
 # The kinds of tokens, as `token_type` numbers them. The rest of the vocabulary is filled up with tokens of no use.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 # Tokens that end an answer, whatever the metadata name beside the EOS, unless they are pieces of usual texts.
-ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>")
+ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<EOT>",
+    "_<EOT>",
+)
 _SPACE = "▁"  # SentencePiece's
 # Added tokens of Phi-3 take the spaces and line breaks that follow them, but for these. Files do not say so.
 _TAKING_SPACES, _NOT_TAKING = ("phi3", "llama"), ("<unk>", "<s>", "<|endoftext|>")

@@ -33,15 +33,16 @@ def open_pool(
 ) -> EnginePool:
     """Returns the engines that both configs describe. Nothing starts before `launch`.
 
-    Raises ValueError when the options contradict each other, or this host has too few devices.
+    Raises ValueError when the options contradict each other, or this host has too few devices, and NotImplementedError
+    for what replicas that share experts cannot do.
     """
     size, shape = parallel.num_replicas(engine), engine.mesh_shape
     devices = shape.replica_devices
     kind = device_kind()
     backend = parallel.data_parallel_backend
     if backend == "auto":
-        shares_experts = size > 1 and engine.enable_expert_parallel
-        if shares_experts and parallel.data_parallel_size_local not in (None, size):
+        shares_experts = parallel.shares_experts(engine)
+        if shares_experts and (parallel.data_parallel_size_local or size) < size:
             raise NotImplementedError(
                 "replicas on several hosts cannot share experts: leave enable_expert_parallel out, or give "
                 "data_parallel_backend mp, with which each has all of them"

@@ -49,3 +49,8 @@ class DataParallelConfig:
                 f"data_parallel_size is {size}, and mesh {engine.mesh} has {data} replicas: give one of them"
             )
         return size
+
+    def shares_experts(self, engine: EngineConfig) -> bool:
+        """Returns whether replicas share experts, for which they are in one process. Raises as `num_replicas` does."""
+        is_one = self.data_parallel_backend in ("auto", "in-process")
+        return is_one and engine.enable_expert_parallel and self.num_replicas(engine) > 1

@@ -54,6 +54,8 @@ CASES = (
     DeltaCase("mixed", 2, 1, ((0, 70), (9, 1), (9, 41), (0, 1), (31, 2)), 128),
     DeltaCase("by-channel", 1, 1, ((0, 37), (0, 1), (20, 5), (0, 0)), 48, decays=128),
     DeltaCase("one-tile", 1, 2, ((0, 7), (6, 3), (8, 1), (0, 0)), 16),
+    # Each row ends a column with its first token: no step of so many tokens has more visits.
+    DeltaCase("every-row-ends-a-column", 1, 1, ((15, 2),) * 4, 8),
 )
 
 # What models make of steps, for compilers.

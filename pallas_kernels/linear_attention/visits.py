@@ -88,7 +88,9 @@ def _chunks(rows: RaggedRows, page_size: int, in_chunk: jax.Array) -> ChunkVisit
     page = rows.page_table[row, position // page_size]
     is_last = token + 1 == rows.query_starts[row + 1]
     is_kept = is_last | ((position + 1) % page_size == 0) & (page != 0)
-    most = -(-num_tokens // tile) + min(len(rows.kv_lens), num_tokens // 2) + num_tokens // page_size
+    # A row has its last token, and ends a column more than the multiples of the page's size among its tokens, at most.
+    num_rows = min(len(rows.kv_lens), num_tokens // 2)
+    most = min(num_tokens, -(-num_tokens // tile) + 2 * num_rows + num_tokens // page_size)
     count, ends = _numbered(in_chunk & (is_kept | ((token + 1) % tile == 0)), most)
     is_visit, end = ends < num_tokens, jnp.minimum(ends, num_tokens - 1)
     row = row[end]

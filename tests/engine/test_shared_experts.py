@@ -13,6 +13,8 @@ import pytest
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.models.experts import by_expert, replicas_of
+from jaxvllm.models.families import model_spec
 from tests.conftest import Compilations
 from tests.engine.tiny import (
     GREEDY,
@@ -184,8 +186,15 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     ids=str,
 )
 def test_what_replicas_in_lockstep_cannot_do_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="replicas share experts .* is not supported there: leave it out, or"):
+    with pytest.raises(
+        NotImplementedError, match="replicas share experts .* is not supported there: leave it out, use"
+    ):
         EngineConfig(**{"mesh": "2x2"} | SHARED | options)
+
+
+def test_experts_that_come_late_are_shared_too():
+    spec = model_spec(Fixture.load("longcat_flash").config)
+    assert replicas_of(by_expert(spec, num_replicas=2)) == 2 and replicas_of(by_expert(spec)) == 1
 
 
 def test_experts_that_cannot_be_divided_are_refused(directory: Path) -> None:

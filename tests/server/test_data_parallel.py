@@ -9,10 +9,19 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxvllm.config import EngineConfig
 from jaxvllm.server.config import ServerConfig
+from jaxvllm.server.serve import serve
+from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from tests.processes import stopped
 from tests.router.test_kills import ENGINE, NUM_STREAMS, all_streams, is_ready, running
 from tests.waiting import PATIENCE, PAUSE, wait_until
+
+
+def test_replicas_that_share_experts_do_not_change_their_number():
+    engine = EngineConfig(mesh="2x1", enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="enable_elastic_ep changes the number of replicas, and replicas that share"):
+        asyncio.run(serve(engine, ServerConfig(enable_elastic_ep=True), DataParallelConfig()))
 
 
 @pytest.mark.slow

@@ -76,6 +76,16 @@ def as_dtype(fill: Fill, dtype: DTypeLike) -> Fill:
     return lambda out, start: fill(out.view(jnp.dtype(dtype)), start)
 
 
+def at_least(fill: Fill, least: float) -> Fill:
+    """Returns the function that fills with the values of `fill`, or `least` where they are less: in padding, say."""
+
+    def larger(out: np.ndarray, start: tuple[int, ...]) -> None:
+        fill(out, start)
+        np.maximum(out, np.float32(least), out=out)
+
+    return larger
+
+
 def of_groups(values: Fill, group: int) -> Fill:
     """Returns the function that fills with one value for each group of so many elements: that of the first."""
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.code import Code
-from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, of_groups, packed
+from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, of_groups, packed
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
@@ -98,9 +98,12 @@ class ScaledGroups(FewBits):
 
     def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
         group = matrix.shape[-1] // self.declare(matrix)[SCALES].shape[-1]
+        scales = elements.scales
+        if self.scale_dtype == "float8_e8m0fnu":  # it has no zero, which would become NaN
+            scales = at_least(scales, 2.0**-127)
         found = {
             CODES: as_dtype(packed(elements.codes, self.code.per_byte), self.code.dtype),
-            SCALES: as_dtype(of_groups(elements.scales, group), self.scale_dtype),
+            SCALES: as_dtype(of_groups(scales, group), self.scale_dtype),
         }
         return found | ({ZEROS: of_groups(elements.zeros, group)} if self.has_zeros else {})
 

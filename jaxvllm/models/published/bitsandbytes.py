@@ -114,10 +114,10 @@ class _State:
             is_nested = f"{name}.nested_absmax" in files
             if block % 2 or max(block, nested) > _MOST or (is_nested and type(offset) not in (int, float)):
                 raise ValueError(f"blocks must be even and at most {_MOST}, and nested scales need nested_offset")
-        except (ValueError, RecursionError) as error:
+            return cls(block, nested, float(offset or 0) if is_nested else None)
+        except (ValueError, OverflowError, RecursionError) as error:
             where = f"{files.where(stored_name)}: {stored_name}"
             raise ValueError(f"{where} is not the state of {name}: {error}") from error
-        return cls(block, nested, float(offset or 0) if is_nested else None)
 
     def scales(self, files: WeightFiles, name: str, rows: int, columns: int) -> Part:
         """Returns the scales of `rows` of `columns` blocks each."""

@@ -10,6 +10,7 @@ from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
     ROPE_FACTORS,
     SHORT_FACTORS,
+    GgufArchitecture,
     architecture_of,
 )
 from jaxvllm.models.published.gguf_tensors import BlockType, values_of
@@ -29,11 +30,22 @@ _REFUSED = (
     "attention.max_alibi_bias",
     "attention.scale",
     "embedding_scale",
+    "expert_weights_scale",
     "logit_scale",
     "residual_scale",
     "rope.scale_linear",
 )
-# What `general.file_type` says of the dtype in which the model was published. Quantized files say nothing.
+# Values of these that change nothing, beside 0.
+_NEUTRAL: Mapping[str, float] = {
+    "embedding_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "rope.scale_linear": 1.0,
+}
+# The only values that are known of these: attention is causal, and experts are chosen by a softmax.
+_USUAL_VALUES: Mapping[str, Any] = {"attention.causal": True, "expert_gating_func": 1}
+# The dtype of a file whose tensors are not quantized, by its `general.file_type`. Quantized files say nothing.
 _DTYPES: Mapping[Any, str] = {0: "float32", 1: "float16"}
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _MOST_NUMBERS = 2048  # of a head: a rope is computed before any tensor is looked at
@@ -60,11 +72,12 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
-    for key in _REFUSED:
-        if values.get(key):
-            raise ValueError(
-                f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
-            )
+    changing = [key for key in _REFUSED if values.get(key, 0) not in (0, _NEUTRAL.get(key, 0))]
+    changing += [key for key, usual in _USUAL_VALUES.items() if values.get(key, usual) != usual]
+    for key in changing:
+        raise ValueError(
+            f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
+        )
     heads = values["attention.head_count"]
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or heads < 1:
@@ -88,9 +101,15 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "rope_parameters": _rope(file, start, values, head_size),
-        "dtype": _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16"),
+        "dtype": _dtype(file, architecture),
         **architecture.own_keys(values),
     }
+
+
+def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
+    """Returns the dtype in which the model is computed unless the user says another one."""
+    dtype = _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16")
+    return "bfloat16" if dtype == "float16" and architecture.exceeds_float16 else dtype
 
 
 def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
@@ -106,6 +125,10 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = scaling.get("original_context_length")
         parameters |= {key: scaling.get(f"yarn_{key}") for key in ("beta_fast", "beta_slow")}
+    if (extra := scaling.get("attn_factor", 1.0)) != 1.0 and LONG_FACTORS not in file.tensors:
+        raise ValueError(f"{file.path} has {start}rope.scaling.attn_factor {extra!r}: it is known with LongRoPE only")
+    if ROPE_FACTORS in file.tensors and kind != "none":
+        raise ValueError(f"{file.path} has {start}rope.scaling.type {kind!r} beside {ROPE_FACTORS}: not supported")
     if ROPE_FACTORS in file.tensors:
         factors = _numbers(file, ROPE_FACTORS)
         parameters = {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}

@@ -25,11 +25,13 @@ class Gptq(Encoding):
     bits: those of an integer, where the shape of q says nothing else
     group_size: how many inputs have one scale, or None for all; `g_idx` i32[in], if it is there, has the group of each
     added: what is added to the stored zeros
+    is_in_order: whether the inputs of a group follow each other, as far as the config tells
     """
 
     bits: int
     group_size: int | None
     added: int
+    is_in_order: bool = True
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
@@ -38,9 +40,12 @@ class Gptq(Encoding):
             raise ValueError(f"config bits of GPTQ must be one of {', '.join(map(str, BITS))}, not {bits}")
         version = settings.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
         # The first version stores zeros that are 1 less, and lets them wrap around.
-        return cls(bits, group_size(settings), 1 if version == "gptq" else 0)
+        is_in_order = not settings.flag("desc_act", False)
+        return cls(bits, group_size(settings), 1 if version == "gptq" else 0, is_in_order)
 
     def usual(self, storage: Storage) -> StoredAs | None:
+        if self.group_size is not None and not self.is_in_order:
+            return None
         return StoredAs(INT8 if self.bits == 8 else UINT4, self.group_size, "float16", has_zeros=True)
 
     @property

@@ -110,7 +110,7 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
     bits = 8 // table.shape[1]
     first = float(table[0, 0])
     bytes_ = np.arange(256)[:, None] >> np.arange(0, 8, bits) & 2**bits - 1
-    if first.is_integer() and np.array_equal(table, integers(bits, int(first))):
+    if first.is_integer() and abs(first) < 256 and np.array_equal(table, integers(bits, int(first))):
         added = int(first)
         if bits == 8:
             return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), added + 128)

@@ -188,6 +188,13 @@ def test_the_demo_model_in_split_files_answers_as_in_its_directory(tmp_path: Pat
     assert answer == np.argmax(logits[len(prompt) - 1 : -1], axis=1).tolist()
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("gemma3", "bfloat16"), ("llama", "float16")])
+def test_models_that_exceed_float16_are_not_computed_in_it(name: str, dtype: str, tmp_path: Path) -> None:
+    fixture, path = Fixture.load(name), tmp_path / "model.gguf"
+    write_gguf(path, sized(fixture), fixture.weights(), more=lambda file: file.add_file_type(1))
+    assert checkpoint.read_config(path)["dtype"] == dtype
+
+
 def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
     fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
     config, weights = sized(fixture), fixture.weights()
@@ -213,6 +220,15 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     smaller = sized(fixture, head_dim=4)
     refused("has llama.rope.dimension_count 12, and heads of 4", config=smaller | {"partial_rotary_factor": 3})
     refused("has llama.logit_scale = 2.0, which is not supported", more=lambda file: file.add_logit_scale(2.0))
+    refused("has llama.attention.causal = False", more=lambda file: file.add_bool("llama.attention.causal", False))
+    more_weight = f"{SCALING}.attn_factor"
+    refused("attn_factor 2.0: it is known with LongRoPE", more=lambda file: file.add_float32(more_weight, 2.0))
+    linear = config | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    refused(
+        "has llama.rope.scaling.type 'linear' beside rope_freqs.weight",
+        config=linear,
+        extra={"rope_freqs.weight": np.ones(6, np.float32)},
+    )
     factors = np.ones(1025, np.float32)
     refused("must have a tensor rope_freqs.weight of at most 1024", extra={"rope_freqs.weight": factors})
     write_gguf(path, config, weights)

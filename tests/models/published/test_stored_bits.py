@@ -358,6 +358,23 @@ def test_loading_takes_the_stored_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert peak < 1.1 * stored
 
 
+def test_scales_of_padding_are_finite():
+    def nothing(out: np.ndarray, start: tuple[int, ...]) -> None:
+        pass
+
+    form, matrix = ScaledGroups(E4M3, 16, "float8_e8m0fnu"), ParamDecl((8, 32), ("heads", "embed"))
+    scales = np.full((8, 2), 255, np.uint8)
+    form.fills(matrix, few_bits.Elements(nothing, nothing, nothing))["scales"](scales, (0, 0))
+    assert np.isfinite(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)).all()
+
+
+def test_groups_in_no_order_are_planned_as_decoded():
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    for changes, is_kept in (({}, True), ({"desc_act": True}, False), ({"desc_act": True, "group_size": -1}, True)):
+        encoding = published_encoding({"quantization_config": settings | changes})
+        assert encoding is not None and (encoding.usual("matrix") is not None) == is_kept
+
+
 def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
     path, _ = fp8_checkpoint(tmp_path, qwen(), (16, 16))
     config = checkpoint.read_config(path)
