@@ -35,16 +35,16 @@ class TpuStates:
         if not isinstance(backend.chip, TpuChip):
             return None
         match memory.rule:
-            case RecurrentRule(CausalConv(has_bias=False, has_activation=True), GatedDelta() as delta):
+            case RecurrentRule(CausalConv(has_bias=False, has_activation=True) as conv, GatedDelta() as delta):
                 by_channel, matrices, sizes = False, delta.values_per_key, (delta.key_size, delta.value_size)
-            case RecurrentRule(CausalConv(has_bias=False, has_activation=True), ChannelDelta() as delta):
+            case RecurrentRule(CausalConv(has_bias=False, has_activation=True) as conv, ChannelDelta() as delta):
                 by_channel, matrices, sizes = True, 1, (delta.size, delta.size)
             case _:
                 return None
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.linear_attention.tpu import choose_blocks
 
-        blocks = choose_blocks(memory.num_kv_heads, memory.num_rows, matrices, sizes, backend.chip)
+        blocks = choose_blocks(memory.num_kv_heads, memory.num_rows, matrices, sizes, conv.size, backend.chip)
         return None if blocks is None else cls(by_channel, blocks, backend.chip, backend.interpret)
 
     def plan(self, rows: RaggedRows, page_size: int) -> Visits:

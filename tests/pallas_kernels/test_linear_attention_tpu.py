@@ -30,7 +30,7 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 def blocks_of(case: DeltaCase, chip: TpuChip) -> tpu.DeltaBlocks | None:
     sizes = case.size, case.size
-    return tpu.choose_blocks(case.num_heads, case.page_rows, case.values_per_key, sizes, chip)
+    return tpu.choose_blocks(case.num_heads, case.page_rows, case.values_per_key, sizes, CONV_SIZE, chip)
 
 
 def of_rows(case: DeltaCase) -> list[range]:
@@ -162,9 +162,10 @@ def test_visits_take_in_every_token_once(case: DeltaCase) -> None:
 @pytest.mark.parametrize("chip", TPUS.values(), ids=list(TPUS))
 def test_blocks_of_models_fit(chip: TpuChip) -> None:
     for num_heads, r in [(16, 2), (16, 3), (2, 2), (32, 1), (24, 2)]:
-        blocks = tpu.choose_blocks(num_heads, 128 * r + 16, r, (128, 128), chip)
+        blocks = tpu.choose_blocks(num_heads, 128 * r + 16, r, (128, 128), CONV_SIZE, chip)
         assert blocks is not None and num_heads % blocks.single == 0 and num_heads % blocks.chunk == 0
         assert blocks.single == num_heads or blocks.single % 8 == 0
         assert num_heads // blocks.chunk % chip.num_cores == 0
         assert num_heads != 16 or num_heads // blocks.single % chip.num_cores == 0
-    assert tpu.choose_blocks(16, 272, 2, (64, 128), chip) is None
+    assert tpu.choose_blocks(16, 272, 2, (64, 128), CONV_SIZE, chip) is None
+    assert tpu.choose_blocks(16, 288, 2, (128, 128), 10, chip) is None

@@ -25,13 +25,14 @@ class DeltaBlocks:
 
 
 def choose_blocks(
-    num_heads: int, page_rows: int, values_per_key: int, sizes: tuple[int, int], chip: TpuChip
+    num_heads: int, page_rows: int, values_per_key: int, sizes: tuple[int, int], conv_size: int, chip: TpuChip
 ) -> DeltaBlocks | None:
     """Returns the blocks for key heads with so many matrices of `sizes`, or None where the kernels do not take these.
 
-    The page of a head has `page_rows` rows.
+    The page of a head has `page_rows` rows, and a convolution sees `conv_size` tokens.
     """
-    if sizes != (SIZE, SIZE):
+    # The window before a tile's tokens is one register high.
+    if sizes != (SIZE, SIZE) or conv_size > SUBLANES + 1:
         return None
     # A state is in two buffers to be read and in two to be written, and where it is kept between visits of a row.
     state = 5 * page_rows * SIZE * 4

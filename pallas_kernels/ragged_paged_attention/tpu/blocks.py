@@ -46,7 +46,9 @@ class Problem:
     latent_size: int | None = None  # of values that are the end of their keys
 
     def part(self, blocks: "Blocks") -> "Problem":
-        """Returns what is attended at a time: one part of the query heads."""
+        """Returns what is attended at a time: one part of the query heads, which all have one KV head."""
+        parts = blocks.head_parts
+        assert parts == 1 or (self.num_kv_heads == 1 and self.num_heads % parts == 0), (self, blocks)
         return replace(self, num_heads=self.num_heads // blocks.head_parts)
 
     @property
@@ -165,7 +167,8 @@ def _smaller(blocks: Blocks, problem: Problem) -> Blocks:
     # More than TILE_ROWS keep the matrix units busy for longer than a page takes to come, so it may come once for each
     # part of them. Parts are copied as whole registers of 16 heads.
     heads = problem.part(blocks).num_heads
-    if blocks.tile_rows(problem) > TILE_ROWS and blocks.tile_queries > 1 == problem.num_kv_heads and heads % 32 == 0:
+    is_divisible = problem.num_kv_heads == 1 and heads % 32 == 0
+    if blocks.tile_rows(problem) > TILE_ROWS and blocks.tile_queries > 1 and is_divisible:
         return replace(blocks, head_parts=2 * blocks.head_parts)
     if blocks.step_pages * problem.page_size > LANES:
         return replace(blocks, fetch_pages=blocks.step_pages // 2, step_pages=blocks.step_pages // 2)
