@@ -150,4 +150,10 @@ def test_a_gguf_file_says_its_sizes(tmp_path: Path) -> None:
     fixture = Fixture.load("llama")
     write_gguf(tmp_path / "model.gguf", sized(fixture), fixture.weights())
     _, config = find_config(str(tmp_path / "model.gguf"))
+    assert find_config(str(tmp_path))[1] == config, "a directory of one file"
+    (tmp_path / "model.gguf").rename(tmp_path / "llama-Q8_0.gguf")
+    write_gguf(tmp_path / "llama-F16.gguf", sized(fixture), fixture.weights())
+    assert find_config(f"{tmp_path}:q8_0")[1] == config
+    with pytest.raises(ValueError, match="give one of these, or"):
+        find_config(str(tmp_path))
     assert num_parameters(model_spec(config)) == num_parameters(model_spec(fixture.config))
