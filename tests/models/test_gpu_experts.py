@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models.forms import PLAIN, Form, Forms
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
@@ -50,6 +51,8 @@ def test_what_the_kernel_does_not_take_xla_multiplies(monkeypatch: pytest.Monkey
 
 
 def test_is_chosen_for_gpus_alone() -> None:
-    assert Forms.chosen(None, Backend("gpu", CHIP), may_turn=False) == Forms(experts=GpuExperts(CHIP))
+    assert Forms.chosen(None, Backend("gpu", CHIP), may_turn=False) == Forms(
+        experts=GpuExperts(CHIP), stored=FewBitsForms()
+    )
     assert not isinstance(Forms.chosen("int8", Backend("gpu", CHIP), may_turn=False).experts, GpuExperts)
-    assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms()
+    assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms(stored=FewBitsForms())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.models.forms import PLAIN, Form, Forms, Matrix
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.form import Gating
 from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.forms.tpu_experts import TpuExperts
@@ -57,6 +58,6 @@ def test_without_room_xla_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_is_chosen_for_tpus_alone() -> None:
     on_tpu = Forms.chosen(None, Backend("tpu", CHIP), may_turn=False)
-    assert on_tpu == Forms(experts=TpuExperts(CHIP))
+    assert on_tpu == Forms(experts=TpuExperts(CHIP), stored=FewBitsForms())
     assert not isinstance(Forms.chosen("int8", Backend("tpu", CHIP), may_turn=False).experts, TpuExperts)
-    assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms()
+    assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms(stored=FewBitsForms())

@@ -223,10 +223,9 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     refused("has llama.attention.causal = False", more=lambda file: file.add_bool("llama.attention.causal", False))
     more_weight = f"{SCALING}.attn_factor"
     refused("attn_factor 2.0: it is known with LongRoPE", more=lambda file: file.add_float32(more_weight, 2.0))
-    linear = config | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
     refused(
         "has llama.rope.scaling.type 'linear' beside rope_freqs.weight",
-        config=linear,
+        more=lambda file: file.add_string(f"{SCALING}.type", "linear"),
         extra={"rope_freqs.weight": np.ones(6, np.float32)},
     )
     factors = np.ones(1025, np.float32)
