@@ -146,8 +146,8 @@ def test_visits_take_in_every_token_once(case: DeltaCase) -> None:
     singles, chunks = visits.singles, visits.chunks
     assert chunks is not None and int(chunks.count) <= len(chunks.tiles)
     size = min(TILE, case.num_tokens)
-    # Where no row has one token, a visit takes in nothing, for page 0.
-    taken = [int(singles.tokens[visit]) for visit in range(int(singles.count)) if singles.targets[visit]]
+    # Where no row has one token, there is one visit of page 0.
+    taken = [token for token in singles.tokens[: int(singles.count)].tolist() if visits.is_single[token]]
     for visit in range(int(chunks.count)):
         tile, low, high = (int(x[visit]) for x in (chunks.tiles, chunks.lows, chunks.highs))
         taken += range(tile * size + low, tile * size + high)
