@@ -34,6 +34,7 @@ from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
 from jaxvllm.models.tpu_states import TpuStates
+from jaxvllm.planner.hlo import parse_hlo
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import TpuChip, chip_named
 from pallas_kernels.deviceless import compile_only_devices
@@ -46,12 +47,10 @@ CHIPS = ("v5e", "v6e", "v7x")
 PAGE_SIZE = 64  # as many tokens as XLA takes in together at most
 COPIED = 2**28  # bytes of the copy, of which a chip keeps nothing in VMEM
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_LOOP = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
-_BRANCHES = re.compile(r" conditional\(.*branch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _NAME = re.compile(r"[\w.-]+")
-_CONSTANT = re.compile(r" s32\[\]\S* constant\((\d+)\)")
 _BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
 
 
@@ -68,30 +67,25 @@ class ProgramCost:
 
 def cost_of(hlo: str) -> ProgramCost:
     """Returns what the compiler expects of the program with this text."""
-    computations: dict[str, list[str]] = {}
-    entry, lines = "", None
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            lines = computations.setdefault(match[2], [])
-            entry = match[2] if match[1] else entry
-        elif line.startswith("}"):
-            lines = None
-        elif lines is not None:
-            lines.append(line)
+    computations, entry = parse_hlo(hlo)
 
     def walk(name: str) -> ProgramCost:
         total = ProgramCost()
-        for line in computations[name]:
-            if loop := _LOOP.search(line):
+        for one in computations[name]:
+            if one.opcode == "while" and (loop := _LOOP.search(one.rest)):
                 inside = walk(loop[2])
-                lengths = [int(count) for text in computations[loop[1]] for count in _CONSTANT.findall(text)]
+                lengths = [
+                    int(i.rest.split(")")[0])
+                    for i in computations[loop[1]]
+                    if i.opcode == "constant" and i.shape.startswith("s32[]")
+                ]
                 if lengths:
                     total += ProgramCost(inside.once * lengths[0], inside.each * lengths[0])
                 else:
                     total += ProgramCost(0, inside.once)
-            elif branches := _BRANCHES.search(line):
+            elif one.opcode == "conditional" and (branches := _BRANCHES.search(one.rest)):
                 total += max(map(walk, _NAME.findall(branches[1])), key=lambda cost: cost.once)
-            elif cycles := _CYCLES.search(line):
+            elif cycles := _CYCLES.search(one.rest):
                 total += ProgramCost(int(cycles[1]))
         return total
 

@@ -18,7 +18,6 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.gated_delta import GatedDelta
-from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.kimi_delta import ChannelDelta
@@ -27,8 +26,8 @@ from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_kernel import state_kernel
 from jaxvllm.models.state_memory import StateMemory
-from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
@@ -413,7 +412,7 @@ def _states_program(
     weights: what the rule has beside the taps of its convolution, by the shape for a head
     gates: what a token has beside its channels, in the same way
     """
-    states = TpuStates.of(memory, backend) or GpuStates.of(memory, backend)
+    states = state_kernel(memory, backend)
     assert states is not None and isinstance(memory.rule, RecurrentRule) and memory.rule.conv is not None
     K, T, conv = memory.num_kv_heads, case.num_tokens, memory.rule.conv
 

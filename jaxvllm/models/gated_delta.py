@@ -21,9 +21,7 @@ from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, decays
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
-
-# Added to the squared length of queries and keys before they are divided by it.
-_EPS = 1e-6
+from pallas_kernels.linear_attention import of_length_one
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,3 @@ class GatedDeltaNet(StateMixer):
         out = self.norm.apply(weights, "delta_norm", read) * jax.nn.silu(gate)
         out = out.astype(x.dtype).reshape(len(x), -1)
         return self.output.apply_summed(weights, "delta_out", out, given.axis), kv
-
-
-def of_length_one(x: jax.Array) -> jax.Array:
-    """Returns queries or keys x [.., D], each divided by its length."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)

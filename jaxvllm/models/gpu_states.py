@@ -75,7 +75,7 @@ class GpuStates:
         weights: Mapping[str, jax.Array],
         tokens: Token,
     ) -> tuple[jax.Array, jax.Array]:
-        """Is `StateMemory.advance` for a step with such a plan, but for rounding."""
+        """Implements `StateKernel`."""
         from pallas_kernels.linear_attention.gpu import take_tokens
 
         (rows, states), channels = plan, tokens[CHANNELS].astype(jnp.float32)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.gated_delta import of_length_one
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
@@ -24,6 +23,7 @@ from jaxvllm.models.positive import require_positive
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
+from pallas_kernels.linear_attention import of_length_one
 
 # Tokens that are taken in together, at most. For 64 tokens, 32 heads and D 128 one core takes 8.3 ms in blocks of 8,
 # 11.6 in blocks of 16, 104 in one block, and 17.3 one by one.

@@ -59,8 +59,8 @@ class TpuStates:
         weights: Mapping[str, jax.Array],
         tokens: Token,
     ) -> tuple[jax.Array, jax.Array]:
-        """Is `StateMemory.advance` for a step with such a plan, but for rounding, and reads zeros for padding."""
-        from pallas_kernels.linear_attention.tpu import delta_rule
+        """Implements `StateKernel`, and reads zeros for padding."""
+        from pallas_kernels.linear_attention.tpu import DeltaTokens, delta_rule
 
         # The kernels' axes are heads, matrices of a head, and rows of a matrix that forget by themselves.
         g, beta = tokens["g"], tokens["beta"]
@@ -69,10 +69,7 @@ class TpuStates:
             pages,
             place,
             plan,
-            weights["taps"],
-            tokens[CHANNELS],
-            g,
-            beta,
+            DeltaTokens(weights["taps"], tokens[CHANNELS], g, beta),
             blocks=self.blocks,
             chip=self.chip,
             interpret=self.interpret,

@@ -32,10 +32,8 @@ def find_config(model: str) -> tuple[str, dict[str, Any]]:
         path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     except RuntimeError as error:
         raise ValueError(f"model {model!r} begins with a home that is not here: give the whole path") from error
-    start = model.rpartition(":")[0]
-    if start and Path(start).expanduser().is_dir():  # a kind of the GGUF files in a directory
-        return model, checkpoint.read_config(resolve(model))
-    if path.is_dir() or is_gguf(path):
+    directory = model.rpartition(":")[0]  # before a kind of the GGUF files in it
+    if path.is_dir() or is_gguf(path) or (directory and Path(directory).expanduser().is_dir()):
         return model, checkpoint.read_config(resolve(str(path)))
     if path.is_file():
         return model, checkpoint.read_config(path.parent) if path.name == "config.json" else _read(path)

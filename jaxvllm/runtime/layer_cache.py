@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.layer_input import LayerInput, Scalar
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.state_kernel import StateKernel, state_kernel
 from jaxvllm.models.state_memory import Columns, StateMemory, Token
-from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from jaxvllm.runtime.expert_loads import counted
 from pallas_kernels.backend import Backend
@@ -107,12 +106,12 @@ class LayerCache:
         return plans
 
     @cached_property
-    def _state_kernels(self) -> dict[int, tuple[TpuStates | GpuStates, Any]]:
+    def _state_kernels(self) -> dict[int, tuple[StateKernel, Any]]:
         """The kernels of groups that keep states, and their plans, by the group's number. Drafts have none."""
-        kernels: dict[int, tuple[TpuStates | GpuStates, Any]] = {}
+        kernels: dict[int, tuple[StateKernel, Any]] = {}
         for number, group in enumerate(self.groups):
             if isinstance(group.memory, StateMemory) and group.layers and self.most_drafted is None:
-                kernel = TpuStates.of(group.memory, self.backend) or GpuStates.of(group.memory, self.backend)
+                kernel = state_kernel(group.memory, self.backend)
                 if kernel is not None:
                     kernels[number] = kernel, kernel.plan(self._rows_of[number], self.shape.page_size)
         return kernels

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.chips import CHIPS, TpuChip
-from pallas_kernels.linear_attention import plan_visits, tpu
+from pallas_kernels.linear_attention import Visits, plan_visits, tpu
 from pallas_kernels.linear_attention.cases import CASES, CONV_SIZE, DeltaCase
 from pallas_kernels.linear_attention.visits import TILE
 
@@ -86,7 +86,8 @@ class Step:
         @jax.jit
         def run(page_table: jax.Array, pages: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
             visits = plan_visits(case.ragged(page_table), case.page_size)
-            return take(pages, place, visits, *map(jnp.asarray, (self.taps, self.channels, self.g, self.beta)))
+            tokens = tpu.DeltaTokens(*map(jnp.asarray, (self.taps, self.channels, self.g, self.beta)))
+            return take(pages, place, visits, tokens)
 
         read, pages = run(jnp.asarray(self.page_table), jnp.asarray(self.pages), jnp.int32(PLACE))
         return np.asarray(read), np.asarray(pages)
@@ -139,24 +140,31 @@ def test_equals_float64(name: str, dtype: str, chip: str) -> None:
     np.testing.assert_allclose(pages[:, 1:], after[:, 1:], atol=1e-5, rtol=2e-5)
 
 
+def visits_of(case: DeltaCase) -> tuple[Step, Visits]:
+    step = Step.random(case, "float32")
+    return step, plan_visits(case.ragged(jnp.asarray(step.page_table)), case.page_size)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.num_tokens > len(case.rows)], ids=str)
 def test_visits_take_in_every_token_once(case: DeltaCase) -> None:
-    step = Step.random(case, "float32")
-    visits = plan_visits(case.ragged(jnp.asarray(step.page_table)), case.page_size)
+    _, visits = visits_of(case)
     singles, chunks = visits.singles, visits.chunks
     assert chunks is not None and int(chunks.count) <= len(chunks.tiles)
-    size = min(TILE, case.num_tokens)
     # Where no row has one token, there is one visit of page 0.
     taken = [token for token in singles.tokens[: int(singles.count)].tolist() if visits.is_single[token]]
+    size = min(TILE, case.num_tokens)
     for visit in range(int(chunks.count)):
         tile, low, high = (int(x[visit]) for x in (chunks.tiles, chunks.lows, chunks.highs))
         taken += range(tile * size + low, tile * size + high)
     assert sorted(taken) == [token for tokens in of_rows(case) for token in tokens]
-    if case.name != "mixed":
-        return
+
+
+def test_visits_end_where_a_page_is_kept() -> None:
     # The row of 70 tokens has a page in its last two columns of five; its first visit is as long as the tile.
-    assert [int(high) for high in chunks.highs[:2]] == [TILE, 6]
-    assert int(chunks.targets[0]) == step.page_table[0, 3] and int(chunks.targets[1]) == step.page_table[0, 4]
+    step, visits = visits_of(next(case for case in CASES if case.name == "mixed"))
+    assert visits.chunks is not None
+    assert [int(high) for high in visits.chunks.highs[:2]] == [TILE, 6]
+    assert [int(page) for page in visits.chunks.targets[:2]] == [step.page_table[0, 3], step.page_table[0, 4]]
 
 
 @pytest.mark.parametrize("chip", TPUS.values(), ids=list(TPUS))

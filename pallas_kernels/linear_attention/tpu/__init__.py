@@ -5,28 +5,25 @@ visit, and writes that of the visit before, while this one is computed. The wind
 matrices in the page, so a token's channels are all that is read beside it.
 """
 
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
-from pallas_kernels.linear_attention.tpu.blocks import DeltaBlocks, choose_blocks
+from pallas_kernels.linear_attention.tpu.blocks import DeltaBlocks, DeltaTokens, choose_blocks
 from pallas_kernels.linear_attention.tpu.chunk import take_chunks
 from pallas_kernels.linear_attention.tpu.single import take_singles
 from pallas_kernels.linear_attention.visits import Visits
 
-__all__ = ["DeltaBlocks", "choose_blocks", "delta_rule"]
+__all__ = ["DeltaBlocks", "DeltaTokens", "choose_blocks", "delta_rule"]
 
 
 def delta_rule(
     pages: jax.Array,
     place: jax.Array | int,
     visits: Visits,
-    taps: jax.Array,
-    channels: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    tokens: DeltaTokens,
     *,
     blocks: DeltaBlocks,
     chip: TpuChip,
@@ -36,21 +33,16 @@ def delta_rule(
 
     pages  # f32[L, P, K, S, 128]: of a key head, r matrices of 128 x 128, then the window of the convolution [W - 1, C]
     place: the layer's place in the pages
-    taps  # f32[K, W, C]: of the convolution, whose results go through SiLU
-    channels  # [T, K, C]: of a query, a key and r values of 128 each, before the convolution
-    g  # f32[T, K, r, G]: the logarithm of what a token leaves of a matrix (G is 1), or of each of its rows (128)
-    beta  # f32[T, K, r]: how much of an error it corrects
 
     Returns what is read after each token, f32[T, K, r, 128], zero for padding, and the pages, which are updated in
     place. Queries are divided by their length and by the root of 128, and keys by their length. `blocks` are those of
     `choose_blocks`.
     """
-    take = partial(take_singles, blocks=blocks, chip=chip, interpret=interpret)
-    read, pages = take(pages, place, visits.singles, taps, channels, g, beta)
+    options: dict[str, Any] = {"blocks": blocks, "chip": chip, "interpret": interpret}
+    read, pages = take_singles(pages, place, visits.singles, tokens, **options)
     of_chunks: jax.Array | float = 0.0
     if visits.chunks is not None:
-        take_all = partial(take_chunks, blocks=blocks, chip=chip, interpret=interpret)
-        of_chunks, pages = take_all(pages, place, visits.chunks, taps, channels, g, beta)
+        of_chunks, pages = take_chunks(pages, place, visits.chunks, tokens, **options)
     # What a kernel returns for tokens that it did not visit may be NaN.
     others = jnp.where(visits.is_real[:, None, None], of_chunks, 0.0)
-    return jnp.where(visits.is_single[:, None, None], read, others).reshape(*beta.shape, -1), pages
+    return jnp.where(visits.is_single[:, None, None], read, others).reshape(*tokens.beta.shape, -1), pages

@@ -1,10 +1,9 @@
 """The sizes of the kernels of the delta rule, by which a chip has room for them, and what both share."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
@@ -12,8 +11,22 @@ from pallas_kernels.linear_attention.visits import TILE
 
 LANES, SUBLANES = 128, 8
 SIZE = LANES  # of a key and of a value
-EPS = 1e-6  # added to the squared length of queries and keys
 VMEM_SHARE = 0.5  # of a core's VMEM: the rest is for what XLA keeps there
+
+
+class DeltaTokens(NamedTuple):
+    """The tokens of a step before the convolution, and what takes them in.
+
+    taps  # f32[K, W, C]: of the convolution, whose results go through SiLU
+    channels  # [T, K, C]: of a query, a key and r values of 128 each
+    g  # f32[T, K, r, G]: the logarithm of what a token leaves of a matrix (G is 1), or of each of its rows (128)
+    beta  # f32[T, K, r]: how much of an error it corrects
+    """
+
+    taps: jax.Array
+    channels: jax.Array
+    g: jax.Array
+    beta: jax.Array
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,3 @@ def compiler_params(chip: TpuChip) -> pltpu.CompilerParams:
 
 def interpreter(chip: TpuChip, interpret: bool) -> Any:
     return pltpu.InterpretParams(detect_races=True, num_cores_or_threads=chip.num_cores) if interpret else False
-
-
-def of_length_one(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)

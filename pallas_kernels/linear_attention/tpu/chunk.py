@@ -14,14 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.length import of_length_one
 from pallas_kernels.linear_attention.tpu.blocks import (
     LANES,
     SIZE,
     SUBLANES,
     DeltaBlocks,
+    DeltaTokens,
     compiler_params,
     interpreter,
-    of_length_one,
 )
 from pallas_kernels.linear_attention.visits import TILE, ChunkVisits
 
@@ -32,16 +33,14 @@ def take_chunks(
     pages: jax.Array,
     place: jax.Array | int,
     visits: ChunkVisits,
-    taps: jax.Array,
-    channels: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    tokens: DeltaTokens,
     *,
     blocks: DeltaBlocks,
     chip: TpuChip,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Is `take_singles` for the visits of rows with several tokens."""
+    """Takes in the tokens of rows with several, and returns the same as `take_singles`."""
+    taps, channels, g, beta = tokens
     num_tokens, num_heads, num_channels = channels.shape
     *_, num_rows, width = pages.shape
     r, heads, tile = beta.shape[-1], blocks.chunk, min(TILE, num_tokens)

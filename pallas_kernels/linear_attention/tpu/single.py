@@ -13,13 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.length import of_length_one
 from pallas_kernels.linear_attention.tpu.blocks import (
     LANES,
     SIZE,
     DeltaBlocks,
+    DeltaTokens,
     compiler_params,
     interpreter,
-    of_length_one,
 )
 from pallas_kernels.linear_attention.visits import SingleVisits
 
@@ -28,10 +29,7 @@ def take_singles(
     pages: jax.Array,
     place: jax.Array | int,
     visits: SingleVisits,
-    taps: jax.Array,
-    channels: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    tokens: DeltaTokens,
     *,
     blocks: DeltaBlocks,
     chip: TpuChip,
@@ -39,13 +37,9 @@ def take_singles(
 ) -> tuple[jax.Array, jax.Array]:
     """Takes in the tokens of `visits`, and returns what is read after each, f32[T, K, r * 128], and the pages.
 
-    taps  # f32[K, W, C]: of the convolution
-    channels  # [T, K, C]
-    g  # f32[T, K, r, G], where G is 1, or 128 where each row of a matrix forgets by itself
-    beta  # f32[T, K, r]
-
     What is read for other tokens is arbitrary.
     """
+    taps, channels, g, beta = tokens
     num_tokens, num_heads, num_channels = channels.shape
     *_, num_rows, width = pages.shape
     r, heads = beta.shape[-1], blocks.single
