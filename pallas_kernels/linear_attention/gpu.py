@@ -122,22 +122,13 @@ def choose_tile(matrix: tuple[int, int], *, keys_last: bool, decode_only: bool) 
 def plan_states(rows: RaggedRows, page_size: int) -> StatePlan:
     """Makes the plan of `take_tokens` for these rows, whose states have a page for every `page_size` tokens."""
     starts, lens = rows.starts(), rows.query_lens()
-    ends = starts + lens
-    first = starts // page_size
-    counts = jnp.where(lens > 0, (ends - 1) // page_size - first + 1, 0)
-    until = jnp.cumsum(counts, dtype=jnp.int32)
     before = jnp.take_along_axis(rows.page_table, (jnp.maximum(starts - 1, 0) // page_size)[:, None], axis=1)[:, 0]
     before = jnp.where((lens > 0) & (starts > 0), before, -1)
-    first_tokens = rows.query_starts[:-1]
-
-    # A row has a column more than the multiples of the page's size within, at most, and one for each token, at most.
-    num_rows, num_tokens = len(starts), len(rows.token_rows)
-    number = jnp.arange(min(num_tokens, num_tokens // page_size + 2 * num_rows), dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(until, number, side="right", method="compare_all"), num_rows - 1)
-    column = first[row] + number - (until - counts)[row]
-    end = first_tokens[row] + jnp.minimum((column + 1) * page_size, ends[row]) - starts[row]
+    first_tokens, columns = rows.query_starts[:-1], rows.parts(page_size)
+    row, column = columns.rows, columns.numbers
+    end = first_tokens[row] + jnp.minimum((column + 1) * page_size, (starts + lens)[row]) - starts[row]
     pages = rows.page_table.at[row, column].get(mode="clip")
-    of_rows = jnp.stack([first_tokens, until - counts, counts, before], axis=1)
+    of_rows = jnp.stack([first_tokens, columns.firsts, columns.counts, before], axis=1)
     return StatePlan(of_rows.astype(jnp.int32), jnp.stack([end, pages], axis=1).astype(jnp.int32))
 
 

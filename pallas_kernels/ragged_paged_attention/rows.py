@@ -2,12 +2,23 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 # A window that no context reaches. It fits int32, because the window of a layer is a traced scalar inside a scan.
 NO_WINDOW = 2**30
+
+
+class RowParts(NamedTuple):
+    """Parts of rows, each within one chunk of positions. After the last one, parts are not real and arbitrary."""
+
+    firsts: jax.Array  # i32[R]: the first part of each row
+    counts: jax.Array  # i32[R]: how many parts it has
+    rows: jax.Array  # i32[N]: the row of each part
+    numbers: jax.Array  # i32[N]: the number of its chunk
+    is_real: jax.Array  # bool[N]
 
 
 @partial(
@@ -79,21 +90,29 @@ class RaggedRows:
             table, before = self._table_from(jnp.arange(num_rows), first, chunk, page_size), first * chunk
             kv_lens, positions = self.kv_lens - before, self.positions - before
             return RaggedRows(table, self.query_starts, kv_lens, self.token_rows, positions)
-        # Each row with queries has one part, and one more for each multiple of the chunk within: at most one, and
-        # further ones after as many tokens as a chunk has.
-        num_parts = 2 * num_rows + num_tokens // chunk
-        starts, lens = self.starts(), self.query_lens()
-        first, end = starts // chunk, starts + lens
-        counts = jnp.where(lens > 0, (end - 1) // chunk - first + 1, 0)
-        ends, parts = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(num_parts, dtype=jnp.int32)
-        row = jnp.searchsorted(ends, parts, side="right", method="compare_all")
-        is_real, row = row < num_rows, jnp.minimum(row, num_rows - 1)
-        number = jnp.where(is_real, first[row] + parts - (ends - counts)[row], 0)
+        parts, starts = self.parts(chunk), self.starts()
+        row, number = parts.rows, parts.numbers
         begin = jnp.maximum(starts[row], number * chunk)
-        query_lens = jnp.where(is_real, jnp.minimum(end[row], (number + 1) * chunk) - begin, 0)
-        begin = jnp.where(is_real, begin - number * chunk, 0)
+        end = jnp.minimum((starts + self.query_lens())[row], (number + 1) * chunk)
+        query_lens = jnp.where(parts.is_real, end - begin, 0)
+        begin = jnp.where(parts.is_real, begin - number * chunk, 0)
         table = self._table_from(row, number, chunk, page_size)
-        return RaggedRows.build(table, begin, query_lens, max(num_tokens, num_parts + 1))
+        return RaggedRows.build(table, begin, query_lens, max(num_tokens, len(row) + 1))
+
+    def parts(self, chunk: int) -> RowParts:
+        """Returns the parts of the queries of each row that multiples of `chunk` cut, row after row."""
+        num_tokens, num_rows = len(self.token_rows), len(self.kv_lens)
+        # Each row with queries has one part, and one more for each multiple of the chunk within: at most one, and
+        # further ones after as many tokens as a chunk has. A part has a token at least.
+        number = jnp.arange(min(num_tokens, 2 * num_rows + num_tokens // chunk), dtype=jnp.int32)
+        starts, lens = self.starts(), self.query_lens()
+        first = starts // chunk
+        counts = jnp.where(lens > 0, (starts + lens - 1) // chunk - first + 1, 0)
+        until = jnp.cumsum(counts, dtype=jnp.int32)
+        row = jnp.searchsorted(until, number, side="right", method="compare_all")
+        is_real, row = row < num_rows, jnp.minimum(row, num_rows - 1)
+        of_chunk = jnp.where(is_real, first[row] + number - (until - counts)[row], 0)
+        return RowParts(until - counts, counts, row, of_chunk, is_real)
 
     def _table_from(self, rows: jax.Array, number: jax.Array, chunk: int, page_size: int) -> jax.Array:
         """Returns the page tables of these rows i32[N], from the first page of chunk `number` i32[N] on."""
