@@ -17,6 +17,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.layer_cache import Kept, LayerCache, TakenIn
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
+from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
@@ -199,10 +200,15 @@ def draw(
     With `num_drafts` a position may be so many tokens after the row's last one: those between are in the history.
     """
     with jax.named_scope("sample"):
-        rows = Rows(state, slots, num_drafts)
         vocab_size, axis, options = model.spec.vocab_size, model.axis, model.sampling
-        tokens = sample(logits, rows, positions, vocab_size, axis, options)
-        return tokens, logprobs(logits, tokens, rows, positions, vocab_size, axis, options)
+
+        def of_rows(logits: jax.Array, rows: Rows, positions: jax.Array) -> tuple[jax.Array, DeviceLogprobs]:
+            tokens = sample(logits, rows, positions, vocab_size, axis, options)
+            return tokens, logprobs(logits, tokens, rows, positions, vocab_size, axis, options)
+
+        rows = Rows(state, slots, num_drafts)
+        block = rows_of_block(logits.shape[1], axis.size, model.backend)
+        return by_blocks(of_rows, logits, rows, positions, block)
 
 
 def are_stops(state: DeviceState, tokens: jax.Array, slots: jax.Array, positions: jax.Array) -> jax.Array:

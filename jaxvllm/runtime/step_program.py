@@ -150,8 +150,9 @@ class StepCompiler:
         turn: tuple[Any, ...] = ()
         if self.mesh.shape[DATA] > 1:
             run, turn = sample_in_turn, (self.of_replicas((1,), jnp.int32),)
-        # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled.
-        of_all = replace(self, shape=_NO_PAGES, backend=REFERENCE)
+        # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled. Only how many
+        # rows are sampled at once depends on whether the device is a TPU.
+        of_all = replace(self, shape=_NO_PAGES, backend=self.backend if self.backend.kind == "tpu" else REFERENCE)
         return of_all._make(run, (*arguments, *turn), (OF_REPLICAS, OF_REPLICAS), donates=(1,))
 
     def compile_readouts(self) -> None:

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import logprobs, sample
+from jaxvllm.runtime.slot_fields import Rows
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import CHIPS
 from sharding.axis import ALONE, ModelAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -89,3 +93,28 @@ def test_the_best_of_nothing_but_minus_infinity_is_a_token() -> None:
     logits = np.full((2, 8), -np.inf, np.float32)
     run = on_mesh(lambda x: sample(x, state_of([Row(temperature=0.0)] * 2), jnp.zeros(2, int), 6, ModelAxis(4)), 4, 0)
     assert np.asarray(run(logits)).tolist() == [0, 0]
+
+
+def test_in_blocks_as_all_at_once() -> None:
+    vocab_size, size = 50, 8
+    logits = np.random.default_rng(7).standard_normal((len(ROWS), vocab_size)).astype(np.float32) * 3
+    padded = np.pad(logits, ((0, 0), (0, -vocab_size % size)), constant_values=PADDING)
+    params, positions = state_of(ROWS), np.arange(len(ROWS), dtype=np.int32)
+
+    def by_fours(logits: jax.Array, params: Rows, positions: jax.Array) -> Any:
+        return by_blocks(partial(both, vocab_size=vocab_size, axis=ModelAxis(size)), logits, params, positions, 4)
+
+    tokens, best = programs(vocab_size, size)[1](padded, params, positions)
+    in_blocks, best_in_blocks = on_mesh(by_fours, size, 2)(padded, params, positions)
+    np.testing.assert_array_equal(in_blocks, tokens)
+    wanted = np.array([row.num_logprobs >= 0 for row in ROWS])
+    chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[wanted], one) for one in (best_in_blocks, best)))
+
+
+def test_only_a_tpu_samples_in_blocks() -> None:
+    tpu, gpu = (Backend.of_chip(CHIPS[name]) for name in ("v6e", "h200"))
+    # 62,080 of 248,320 tokens are on each of four devices: 16 MiB are 67 rows, and each device samples whole tiles.
+    assert rows_of_block(62_080, 4, tpu) == 64
+    assert rows_of_block(248_320, 1, tpu) == 16
+    assert rows_of_block(10**7, 4, tpu) == 32
+    assert rows_of_block(62_080, 4, gpu) is rows_of_block(62_080, 4, REFERENCE) is None
