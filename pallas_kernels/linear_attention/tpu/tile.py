@@ -1,4 +1,4 @@
-"""The convolution, and products in float32, for kernels that take the tokens of a tile which belong to one row.
+"""The convolution, and products in float32, for kernels that take the tokens of a tile which belong to one row."""
 
 from typing import Any
 
