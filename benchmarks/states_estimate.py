@@ -33,7 +33,7 @@ from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
-from jaxvllm.models.tpu_states import TpuStates
+from jaxvllm.models.tpu_states import TpuDelta, tpu_states
 from jaxvllm.planner.hlo import parse_hlo
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import TpuChip, chip_named
@@ -165,7 +165,7 @@ def least_bytes(layer: StateLayer, step: StateStep) -> int:
 def compiled(layer: StateLayer, step: StateStep, backend: Backend, mesh: Mesh) -> str:
     """Returns the text of the program by which one layer's states take in a step."""
     memory, everywhere = layer.memory, place(mesh)(())
-    states = TpuStates.of(memory, backend)
+    states = tpu_states(memory, backend)
 
     def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # type: ignore[no-untyped-call]
@@ -239,13 +239,14 @@ def estimates(chip: TpuChip, dumps: Path) -> Iterator[StateEstimate]:
     for layer in layers():
         for program, steps in STEPS.items():
             plain, own, bundles = cost_of(compiled(layer, program, REFERENCE, mesh)), None, None
-            states = TpuStates.of(layer.memory, backend)
+            states = tpu_states(layer.memory, backend)
             if states is not None:
                 for path in dumps.iterdir():
                     path.unlink()
                 own = cost_of(compiled(layer, program, backend, mesh))
                 is_single = program.tokens_of_row == 1
-                bundles = bundles_of(dumps, "delta_rule_single" if is_single else "delta_rule_chunk")
+                rule = "delta_rule" if isinstance(states, TpuDelta) else "scan"
+                bundles = bundles_of(dumps, f"{rule}_{'single' if is_single else 'chunk'}")
                 bundles *= layer.num_heads // (states.blocks.single if is_single else states.blocks.chunk)
             for step in steps:
                 num_bytes = least_bytes(layer, step)

@@ -39,7 +39,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
-from pallas_kernels.linear_attention.cases import CONV_SIZE, DeltaCase
+from pallas_kernels.linear_attention.cases import CONV_SIZE, SCAN_SERVING, DeltaCase, ScanCase, StateCase
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
@@ -256,8 +256,12 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "states":
         if backend == REFERENCE:
             return ()
-        scans = (_scan_program(backend),) if backend.kind == "gpu" else ()
-        return (*scans, *(_delta_program(case, backend) for case in STATES_SERVING))
+        # The kernel for GPUs takes no states wider than a page.
+        scans = [case for case in SCAN_SERVING if backend.kind == "tpu" or case.state_size <= 128]
+        return (
+            *(_scan_program(case, backend) for case in scans),
+            *(_delta_program(case, backend) for case in STATES_SERVING),
+        )
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -391,17 +395,15 @@ def _delta_program(case: DeltaCase, backend: Backend) -> Program:
     return _states_program(case, StateMemory(case.num_heads, rule), {}, gates, backend)
 
 
-def _scan_program(backend: Backend) -> Program:
-    """Compiles the Mamba-2 of Nemotron Nano 2, which the kernel for GPUs takes, for rows that decode."""
-    scan = SelectiveScan(num_heads=16, head_size=80, state_size=128)
-    memory = StateMemory(8, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
+def _scan_program(case: ScanCase, backend: Backend) -> Program:
+    scan = SelectiveScan(case.num_heads, case.head_size, case.state_size)
+    memory = StateMemory(case.num_groups, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
     weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
-    case = replace(STATES_SERVING[0], name="nemotron-nano-decode-64")
     return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
 
 
 def _states_program(
-    case: DeltaCase,
+    case: StateCase,
     memory: StateMemory,
     weights: Mapping[str, tuple[int, ...]],
     gates: Mapping[str, tuple[int, ...]],

@@ -30,7 +30,7 @@ from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
 from sharding.axis import ModelAxis
 
-_SKIP = "skip"  # D among the weights of the rule
+SKIP = "skip"  # D among the weights of the rule
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SelectiveScan:
         """Returns dx = dt x and skipped = D x [H, P], b and c [S], and g = dt A [H]."""
         x, b, c = jnp.split(mixed, (self.values, self.values + self.state_size))
         x = x.reshape(self.num_heads, self.head_size)
-        skipped = weights[_SKIP][:, None] * x
+        skipped = weights[SKIP][:, None] * x
         return {"dx": token["dt"][:, None] * x, "b": b, "c": c, "g": token["g"], "skipped": skipped}
 
     def update(self, state: State, token: Token) -> State:
@@ -206,7 +206,7 @@ class Mamba2(StateMixer):
             "dt": dt,
             "g": -jnp.exp(weights["mamba_decay"]) * dt,
         }
-        of_rule = self.conv.weights(weights, "mamba_taps") | {_SKIP: weights["mamba_skip"]}
+        of_rule = self.conv.weights(weights, "mamba_taps") | {SKIP: weights["mamba_skip"]}
         read, kv = given.recur(kv, given, of_rule, token)
         gates = jax.nn.silu(gates.reshape(read.shape).astype(jnp.float32))
         if self.gates_last:

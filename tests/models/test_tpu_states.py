@@ -1,5 +1,6 @@
 """States by the kernels for TPUs: what they compute, interpreted, is what plain XLA computes."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
-from jaxvllm.models.tpu_states import TpuStates
+from jaxvllm.models.tpu_states import tpu_states
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.layer_cache import LayerCache
 from pallas_kernels.backend import REFERENCE, Backend
@@ -28,9 +30,9 @@ HEADS, PAGE_SIZE, PLACE = 1, 4, 1
 STARTS, LENGTHS, TOKENS = (0, 6, 8, 0), (7, 3, 1, 0), 16
 CHANNELS = 384
 BY_CHANNEL = RecurrentRule(CausalConv(CHANNELS, 4), ChannelDelta(128))
-# A layer of linear attention, and one of attention, which every model has.
-QWEN = {
-    "architectures": ["Qwen3_5ForCausalLM"],
+SCAN = RecurrentRule(CausalConv(CHANNELS, 3, has_bias=True), SelectiveScan(2, 64, 128))
+# A layer that keeps a state, and one of attention.
+SMALL = {
     "vocab_size": 64,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -39,9 +41,20 @@ QWEN = {
     "num_key_value_heads": 1,
     "head_dim": 64,
     "max_position_embeddings": 12,
+}
+QWEN = SMALL | {
+    "architectures": ["Qwen3_5ForCausalLM"],
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": HEADS,
     "linear_num_value_heads": HEADS,
+}
+BAMBA = SMALL | {
+    "architectures": ["BambaForCausalLM"],
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 2,
+    "mamba_n_groups": HEADS,
+    "mamba_d_state": 128,
+    "mamba_conv_bias": False,
 }
 
 
@@ -50,13 +63,17 @@ def rows_with(page_table: jax.Array) -> RaggedRows:
     return RaggedRows.build(page_table, starts, lengths, TOKENS)
 
 
-def random_tokens(**gates: tuple[int, ...]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """The weights of a convolution, and tokens."""
+def random_tokens(
+    size: int, weights: dict[str, tuple[int, ...]], gates: dict[str, tuple[int, ...]]
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """The weights of a rule whose convolution sees `size` tokens, with others of such shapes, and tokens."""
     random = np.random.default_rng(0)
     tokens = {name: random.uniform(0.1, 1, (TOKENS, HEADS, *shape)) for name, shape in gates.items()}
     tokens |= {"g": -tokens["g"], "channels": random.normal(size=(TOKENS, HEADS, CHANNELS))}
-    taps = jnp.asarray(random.normal(size=(HEADS, 4, CHANNELS)), jnp.float32)
-    return {"taps": taps}, {name: jnp.asarray(x, jnp.float32) for name, x in tokens.items()}
+    shapes = {"taps": (size, CHANNELS), **weights}
+    of_rule = {name: random.normal(size=(HEADS, *shape)) for name, shape in shapes.items()}
+    in_float32: Any = partial(jax.tree.map, partial(jnp.asarray, dtype=jnp.float32))
+    return in_float32(of_rule), in_float32(tokens)
 
 
 def random_pages(memory: StateMemory, num_pages: int) -> jax.Array:
@@ -69,22 +86,35 @@ def random_pages(memory: StateMemory, num_pages: int) -> jax.Array:
 
 def assert_same(got: Any, expected: Any) -> None:
     (read, pages), (expected_read, expected_pages) = got, expected
-    np.testing.assert_allclose(read[: sum(LENGTHS)], expected_read[: sum(LENGTHS)], atol=1e-5)
+    np.testing.assert_allclose(read[: sum(LENGTHS)], expected_read[: sum(LENGTHS)], atol=1e-5, rtol=1e-6)
     np.testing.assert_allclose(pages[:, 1:], expected_pages[:, 1:], atol=2e-5)
 
 
-def test_kimi_delta_attention_is_what_xla_computes() -> None:
-    memory, (weights, tokens) = StateMemory(HEADS, BY_CHANNEL), random_tokens(g=(128,), beta=())
+@pytest.mark.parametrize(
+    ("rule", "size", "weights", "gates"),
+    [
+        (BY_CHANNEL, 4, {}, {"g": (128,), "beta": ()}),
+        (SCAN, 3, {"bias": (CHANNELS,), "skip": (2,)}, {"g": (2,), "dt": (2,)}),
+    ],
+    ids=["Kimi delta attention", "Mamba-2"],
+)
+def test_is_what_xla_computes(rule: RecurrentRule, size: int, weights: Any, gates: Any) -> None:
+    memory, (of_rule, tokens) = StateMemory(HEADS, rule), random_tokens(size, weights, gates)
     pages, rows = random_pages(memory, 13), rows_with(1 + jnp.arange(12, dtype=jnp.int32).reshape(4, 3))
-    states = TpuStates.of(memory, INTERPRETED)
+    states = tpu_states(memory, INTERPRETED)
     assert states is not None
-    got = jax.jit(states)(pages, PLACE, states.plan(rows, PAGE_SIZE), weights, tokens)
+    got = jax.jit(states)(pages, PLACE, states.plan(rows, PAGE_SIZE), of_rule, tokens)
     columns = Columns(rows, PAGE_SIZE)
-    assert_same(got, jax.jit(lambda: memory.advance(pages, PLACE, columns, weights, tokens))())
+    assert_same(got, jax.jit(lambda: memory.advance(pages, PLACE, columns, of_rule, tokens))())
 
 
-def test_layers_of_the_gated_delta_rule_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, (weights, tokens) = model_spec(QWEN), random_tokens(g=(1,), beta=(1,))
+@pytest.mark.parametrize(
+    ("config", "weights", "gates"),
+    [(QWEN, {}, {"g": (1,), "beta": (1,)}), (BAMBA, {"skip": (2,)}, {"g": (2,), "dt": (2,)})],
+    ids=["Qwen 3.5", "Bamba"],
+)
+def test_layers_use_them(config: dict[str, Any], weights: Any, gates: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, (of_rule, tokens) = model_spec(config), random_tokens(4, weights, gates)
     shape = CacheShape(13, PAGE_SIZE, num_slots=4, max_pages=3, dtype=jnp.dtype(jnp.bfloat16), step_tokens=TOKENS)
     _, group = shape.groups(spec)
     assert isinstance(group.memory, StateMemory)
@@ -95,7 +125,7 @@ def test_layers_of_the_gated_delta_rule_use_them(monkeypatch: pytest.MonkeyPatch
         first = jnp.zeros(shape.groups(spec)[0].memory.pages(1, 13, PAGE_SIZE, jnp.bfloat16, backend).shape)
         cache = LayerCache(spec, shape, rows_with(table), (first, states), jnp.bfloat16, backend)
         given: Any = SimpleNamespace(memory=spec.layers[0].memory, number=0)
-        read, kept = cache.recur(cache.begin, given, weights, tokens)
+        read, kept = cache.recur(cache.begin, given, of_rule, tokens)
         return read, kept.pages[1]
 
     expected = jax.jit(recur, static_argnums=0)(REFERENCE)
@@ -107,5 +137,12 @@ def test_other_states_and_other_backends_have_none() -> None:
     gated = RecurrentRule(CausalConv(CHANNELS, 4), GatedDelta(1, 128, 128))
     small = RecurrentRule(CausalConv(22, 4), GatedDelta(2, 6, 5))
     window = RecurrentRule(CausalConv(10, 3), WindowAlone())
-    for rule, backend in [(gated, REFERENCE), (small, INTERPRETED), (window, INTERPRETED)]:
-        assert TpuStates.of(StateMemory(HEADS, rule), backend) is None
+    narrow = RecurrentRule(CausalConv(160, 4), SelectiveScan(2, 64, 16))
+    for rule, backend in [
+        (gated, REFERENCE),
+        (SCAN, REFERENCE),
+        (small, INTERPRETED),
+        (narrow, INTERPRETED),
+        (window, INTERPRETED),
+    ]:
+        assert tpu_states(StateMemory(HEADS, rule), backend) is None

@@ -1,6 +1,5 @@
 """The gated delta rule for TPUs, interpreted, against the recurrence in float64, token by token."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,30 +12,16 @@ from pallas_kernels.chips import CHIPS, TpuChip
 from pallas_kernels.linear_attention import Visits, plan_visits, tpu
 from pallas_kernels.linear_attention.cases import CASES, CONV_SIZE, DeltaCase
 from pallas_kernels.linear_attention.visits import TILE
+from tests.pallas_kernels.state_steps import PLACE, no_races, of_rows, random_pages, taken_in, with_padding
+
+__all__ = ["no_races"]
 
 TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
-LAYERS, PLACE = 2, 1
-TRASH = 0
 
 
-@pytest.fixture(autouse=True)
-def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The interpreter prints what it finds: races, and copies that nobody waited for."""
-    yield
-    printed = "".join(capfd.readouterr())
-    assert "RACE DETECTED" not in printed and "non-zero count" not in printed, printed
-
-
-def blocks_of(case: DeltaCase, chip: TpuChip) -> tpu.DeltaBlocks | None:
+def blocks_of(case: DeltaCase, chip: TpuChip) -> tpu.StateBlocks | None:
     sizes = case.size, case.size
-    return tpu.choose_blocks(case.num_heads, case.page_rows, case.values_per_key, sizes, CONV_SIZE, chip)
-
-
-def of_rows(case: DeltaCase) -> list[range]:
-    """The tokens of each row."""
-    counts = [count for _, count in case.rows]
-    begins = np.cumsum([0, *counts[:-1]]) if case.num_tokens > len(counts) else np.arange(len(counts))
-    return [range(begin, begin + count) for begin, count in zip(begins.tolist(), counts, strict=True)]
+    return tpu.delta_blocks(case.num_heads, case.page_rows, case.values_per_key, sizes, CONV_SIZE, chip)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +39,12 @@ class Step:
     @classmethod
     def random(cls, case: DeltaCase, dtype: str) -> "Step":
         random, (K, r, T) = np.random.default_rng(0), (case.num_heads, case.values_per_key, case.num_tokens)
-        table = 1 + random.permutation(len(case.rows) * case.columns).astype(np.int32).reshape(-1, case.columns)
-        pages = np.full((LAYERS, table.size + 1, K, case.page_rows, case.size), np.nan, np.float32)
-        for row, (start, count) in enumerate(case.rows):
-            # As the host leaves them out: columns before the last two of those that the step computes.
-            table[row, -(-start // case.page_size) : (start + count - 1) // case.page_size - 1] = TRASH
-            if start > 0:
-                page = pages[PLACE, table[row, (start - 1) // case.page_size]]
-                page[:] = random.normal(size=page.shape)
-                page[:, case.values_per_key * case.size + (CONV_SIZE - 1) * (2 + case.values_per_key) :] = 0
+        used = r * case.size * case.size + (CONV_SIZE - 1) * case.num_channels
+        table, pages = random_pages(case, (K, case.page_rows, case.size), used, random)
         channels = random.normal(size=(T, K, case.num_channels)).astype(np.float32)
         # Keys that repeat, with all of each error corrected, are what powers of the system would not survive.
         channels[T // 2 :, :, case.size : 2 * case.size] = channels[T // 2, 0, : case.size]
-        channels = np.array(jnp.asarray(channels, dtype))
-        channels[sorted(set(range(T)) - {token for tokens in of_rows(case) for token in tokens})] = np.nan
+        channels = with_padding(case, channels, dtype)
         # Some tokens, or some channels of them, leave nearly everything, and others nothing.
         g = -random.exponential(size=(T, K, r, case.decays)) * random.choice(
             [0.1, 20], (T, K, r, case.decays), p=[0.9, 0.1]
@@ -96,13 +73,8 @@ class Step:
         """The same, in float64, one token after the other."""
         case, pages = self.case, self.pages.astype(np.float64)
         read = np.zeros((case.num_tokens, case.num_heads, case.values_per_key, case.size))
-        for row, ((start, _), tokens) in enumerate(zip(case.rows, of_rows(case), strict=True)):
-            before = pages[PLACE, self.page_table[row, max(start - 1, 0) // case.page_size]]
-            state = before.copy() if start else np.zeros_like(before)
-            for position, token in enumerate(tokens, start):
-                for head in range(case.num_heads):
-                    read[token, head] = self._take(state[head], token, head)
-                pages[PLACE, self.page_table[row, position // case.page_size]] = state
+        for token, head, state in taken_in(case, self.page_table, pages):
+            read[token, head] = self._take(state, token, head)
         return read, pages
 
     def _take(self, state: np.ndarray, token: int, head: int) -> np.ndarray:
@@ -170,10 +142,10 @@ def test_visits_end_where_a_page_is_kept() -> None:
 @pytest.mark.parametrize("chip", TPUS.values(), ids=list(TPUS))
 def test_blocks_of_models_fit(chip: TpuChip) -> None:
     for num_heads, r in [(16, 2), (16, 3), (2, 2), (32, 1), (24, 2)]:
-        blocks = tpu.choose_blocks(num_heads, 128 * r + 16, r, (128, 128), CONV_SIZE, chip)
+        blocks = tpu.delta_blocks(num_heads, 128 * r + 16, r, (128, 128), CONV_SIZE, chip)
         assert blocks is not None and num_heads % blocks.single == 0 and num_heads % blocks.chunk == 0
         assert blocks.single == num_heads or blocks.single % 8 == 0
         assert num_heads // blocks.chunk % chip.num_cores == 0
         assert num_heads != 16 or num_heads // blocks.single % chip.num_cores == 0
-    assert tpu.choose_blocks(16, 272, 2, (64, 128), CONV_SIZE, chip) is None
-    assert tpu.choose_blocks(16, 288, 2, (128, 128), 10, chip) is None
+    assert tpu.delta_blocks(16, 272, 2, (64, 128), CONV_SIZE, chip) is None
+    assert tpu.delta_blocks(16, 288, 2, (128, 128), 10, chip) is None

@@ -1,8 +1,7 @@
-"""The delta rule for TPUs: states go from their pages through VMEM, and back to the pages of the tokens' columns.
+"""States on TPUs: they go from their pages through VMEM, and back to the pages of the tokens' columns.
 
-Both kernels go over visits (`visits.py`), for a block of key heads at a time. Pallas fetches the state of the next
-visit, and writes that of the visit before, while this one is computed. The window of the convolution follows the
-matrices in the page, so a token's channels are all that is read beside it.
+Each rule has two kernels. Both go over visits (`visits.py`), for a block of heads at a time (`calls.py`). The window of
+the convolution follows the matrices in the page, so a token's channels are all that is read beside it.
 """
 
 from typing import Any
@@ -11,12 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
-from pallas_kernels.linear_attention.tpu.blocks import DeltaBlocks, DeltaTokens, choose_blocks
-from pallas_kernels.linear_attention.tpu.chunk import take_chunks
-from pallas_kernels.linear_attention.tpu.single import take_singles
+from pallas_kernels.linear_attention.tpu.blocks import StateBlocks, delta_blocks, scan_blocks
+from pallas_kernels.linear_attention.tpu.delta_chunk import take_chunks
+from pallas_kernels.linear_attention.tpu.delta_single import take_singles
+from pallas_kernels.linear_attention.tpu.scan_chunk import scan_chunks
+from pallas_kernels.linear_attention.tpu.scan_single import scan_singles
+from pallas_kernels.linear_attention.tpu.tokens import DeltaTokens, ScanShape, ScanTokens
 from pallas_kernels.linear_attention.visits import Visits
 
-__all__ = ["DeltaBlocks", "DeltaTokens", "choose_blocks", "delta_rule"]
+__all__ = [
+    "DeltaTokens",
+    "ScanShape",
+    "ScanTokens",
+    "StateBlocks",
+    "delta_blocks",
+    "delta_rule",
+    "scan_blocks",
+    "selective_scan",
+]
 
 
 def delta_rule(
@@ -25,7 +36,7 @@ def delta_rule(
     visits: Visits,
     tokens: DeltaTokens,
     *,
-    blocks: DeltaBlocks,
+    blocks: StateBlocks,
     chip: TpuChip,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -36,13 +47,44 @@ def delta_rule(
 
     Returns what is read after each token, f32[T, K, r, 128], zero for padding, and the pages, which are updated in
     place. Queries are divided by their length and by the root of 128, and keys by their length. `blocks` are those of
-    `choose_blocks`.
+    `delta_blocks`.
     """
     options: dict[str, Any] = {"blocks": blocks, "chip": chip, "interpret": interpret}
-    read, pages = take_singles(pages, place, visits.singles, tokens, **options)
-    of_chunks: jax.Array | float = 0.0
+    of_singles, pages = take_singles(pages, place, visits.singles, tokens, **options)
+    of_chunks = None
     if visits.chunks is not None:
         of_chunks, pages = take_chunks(pages, place, visits.chunks, tokens, **options)
-    # What a kernel returns for tokens that it did not visit may be NaN.
-    others = jnp.where(visits.is_real[:, None, None], of_chunks, 0.0)
-    return jnp.where(visits.is_single[:, None, None], read, others).reshape(*tokens.beta.shape, -1), pages
+    return _read(visits, of_singles, of_chunks).reshape(*tokens.beta.shape, -1), pages
+
+
+def selective_scan(
+    pages: jax.Array,
+    place: jax.Array | int,
+    visits: Visits,
+    tokens: ScanTokens,
+    *,
+    shape: ScanShape,
+    blocks: StateBlocks,
+    chip: TpuChip,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Lets the states of a layer take in the tokens of a step as Mamba-2 does (arXiv 2405.21060).
+
+    pages  # f32[L, P, K, R, 128]: of a group, a state [H, P, S], then the window of the convolution [W - 1, C]
+    place: the layer's place in the pages
+
+    Returns what is read after each token, f32[T, K, H, P], zero for padding, and the pages, which are updated in place.
+    `blocks` are those of `scan_blocks`.
+    """
+    options: dict[str, Any] = {"shape": shape, "blocks": blocks, "chip": chip, "interpret": interpret}
+    of_singles, pages = scan_singles(pages, place, visits.singles, tokens, **options)
+    of_chunks = None
+    if visits.chunks is not None:
+        of_chunks, pages = scan_chunks(pages, place, visits.chunks, tokens, **options)
+    return _read(visits, of_singles, of_chunks).reshape(*tokens.g.shape, -1), pages
+
+
+def _read(visits: Visits, of_singles: jax.Array, of_chunks: jax.Array | None) -> jax.Array:
+    """Returns what both kernels read, [T, K, ..]. What they return for tokens that they did not visit may be NaN."""
+    others = 0.0 if of_chunks is None else jnp.where(visits.is_real[:, None, None], of_chunks, 0.0)
+    return jnp.where(visits.is_single[:, None, None], of_singles, others)

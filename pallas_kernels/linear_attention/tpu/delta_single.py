@@ -9,19 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
 from pallas_kernels.linear_attention.length import of_length_one
-from pallas_kernels.linear_attention.tpu.blocks import (
-    LANES,
-    SIZE,
-    DeltaBlocks,
-    DeltaTokens,
-    compiler_params,
-    interpreter,
-)
+from pallas_kernels.linear_attention.tpu.blocks import SIZE, StateBlocks
+from pallas_kernels.linear_attention.tpu.calls import call_singles
+from pallas_kernels.linear_attention.tpu.tokens import LANES, DeltaTokens
 from pallas_kernels.linear_attention.visits import SingleVisits
 
 
@@ -31,7 +24,7 @@ def take_singles(
     visits: SingleVisits,
     tokens: DeltaTokens,
     *,
-    blocks: DeltaBlocks,
+    blocks: StateBlocks,
     chip: TpuChip,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,63 +33,26 @@ def take_singles(
     What is read for other tokens is arbitrary.
     """
     taps, channels, g, beta = tokens
-    num_tokens, num_heads, num_channels = channels.shape
-    *_, num_rows, width = pages.shape
-    r, heads = beta.shape[-1], blocks.single
-    gates = jnp.concatenate([g.reshape(num_tokens, num_heads, -1), beta], axis=-1)
-    page = pl.BlockSpec(
-        (None, None, heads, num_rows, width),
-        lambda block, visit, place, tokens, sources, *_: (place[0], sources[visit], block, 0, 0),
-    )
-
-    def of_token(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, heads, size), lambda block, visit, place, tokens, *_: (tokens[visit], block, 0))
-
-    scalars = jnp.reshape(place, 1).astype(jnp.int32), visits.tokens, visits.sources, visits.targets, visits.begins
-    call = pl.pallas_call(
+    num_tokens, num_heads, _ = channels.shape
+    r = beta.shape[-1]
+    return call_singles(
         partial(_single, values_per_key=r, decays=g.shape[-1]),
-        out_shape=(
-            jax.ShapeDtypeStruct((num_tokens, num_heads, r * SIZE), jnp.float32),
-            jax.ShapeDtypeStruct(pages.shape, pages.dtype),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(num_heads // heads, visits.count),
-            in_specs=[
-                pl.BlockSpec((taps.shape[1], heads, num_channels), lambda block, visit, *_: (0, block, 0)),
-                of_token(num_channels),
-                of_token(gates.shape[-1]),
-                page,
-            ],
-            out_specs=[
-                of_token(r * SIZE),
-                pl.BlockSpec(
-                    page.block_shape,
-                    lambda block, visit, place, tokens, sources, targets, *_: (
-                        place[0],
-                        targets[visit],
-                        block,
-                        0,
-                        0,
-                    ),
-                ),
-            ],
-        ),
-        input_output_aliases={len(scalars) + 3: 1},
-        compiler_params=compiler_params(chip),
-        interpret=interpreter(chip, interpret),
+        taps.swapaxes(0, 1),
+        [channels, jnp.concatenate([g.reshape(num_tokens, num_heads, -1), beta], axis=-1)],
+        (r * SIZE,),
+        pages,
+        place,
+        visits,
+        heads=blocks.single,
+        head_axis=1,
+        chip=chip,
+        interpret=interpret,
         name="delta_rule_single",
     )
-    out, pages = call(*scalars, taps.swapaxes(0, 1), channels, gates, pages)
-    return out, pages
 
 
 def _single(
-    place: Any,
-    tokens: Any,
-    sources: Any,
-    targets: Any,
-    begins: Any,
+    goes_on: jax.Array,
     taps: Any,  # [W, heads, C]
     x: Any,  # [heads, C]
     gates: Any,  # [heads, r * G + r]
@@ -109,7 +65,6 @@ def _single(
 ) -> None:
     heads, num_channels = x.shape
     r, parts, size = values_per_key, num_channels // SIZE, taps.shape[0]
-    goes_on = begins[pl.program_id(1)] == 0
 
     def kept(state: jax.Array) -> jax.Array:
         return jnp.where(goes_on, state, 0.0)  # a page that was free may have NaN
