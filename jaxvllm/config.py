@@ -208,7 +208,6 @@ class EngineConfig:
         """Raises NotImplementedError for what replicas that share experts cannot do."""
         given = {
             "a mesh with stages": self.mesh_shape.stages > 1,
-            "speculative_config": self.speculative_config is not None,
             "kv_transfer_config": self.kv_transfer_config is not None,
         }
         if found := next((name for name, is_given in given.items() if is_given), None):
@@ -243,7 +242,7 @@ class EngineConfig:
     @property
     def drafting(self) -> SpeculativeConfig | None:
         """The way in which drafts are made, or None if there are none."""
-        if not self.speculation or self.shares_experts:
+        if not self.speculation:
             return None
         return (
             DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)

@@ -82,7 +82,6 @@ class PlanRunner(ABC):
     sizes: SlotSizes
     side: SideShape | None  # of the store of side inputs
     overhead: int  # what a step costs beside its tokens, in tokens
-    proposer_catches_up: bool  # whether a step with drafts takes longer after steps without
 
     @abstractmethod
     def _call(self, call: Call) -> StepResult | None:

@@ -298,9 +298,10 @@ class Runner(PlanRunner):
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled)
                 return StepResult(output, left.scores.best, left.reports)
-            case SampleSome(bucket, turns):
+            case SampleSome(bucket, turns, is_last):
                 assert self._forwarded is not None, "nothing was forwarded"
-                left, self._forwarded = self._forwarded, replace(self._forwarded, reports={})
+                left = self._forwarded
+                self._forwarded = None if is_last else replace(left, reports={})
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled, turns)
                 return StepResult(output, left.scores.best, left.reports)
