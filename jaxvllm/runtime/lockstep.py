@@ -28,6 +28,7 @@ from jaxvllm.runtime.multihost.calls import (
     SampleSome,
     Step,
 )
+from jaxvllm.runtime.page_copies import PageContents
 from jaxvllm.runtime.plan_runner import HeldStep, InFlight, PlanRunner, StepResult
 from jaxvllm.runtime.readouts import DEVICE_READOUTS
 from jaxvllm.runtime.runner import Runner
@@ -118,6 +119,12 @@ class LockstepReplica(PlanRunner):
         self.overhead = devices.overhead
         self._group = group
         self._index = index
+
+    def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
+        return self._group.devices.take_pages(pages, self._index)
+
+    def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
+        self._group.devices.put_pages(pages, contents, self._index)
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         return self._group.sample({self._index: plan}, bucket)[self._index]

@@ -1,7 +1,7 @@
 """Replicas that share experts: the tokens of one device, whichever replica has work, and every expert held once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -188,6 +188,52 @@ def test_a_model_drafts_for_itself_and_is_always_right(
         assert_idle(llm)
 
 
+def test_pages_are_kept_elsewhere_and_requests_move(directory: Path, expected: list[Any]) -> None:
+    """From replica to replica through the memory of the host, and to an engine of one device and back."""
+    options = dict(speculative_config=NGRAM, **OPTIONS)
+    kept = dict(mesh="2x2", kv_transfer_config='{"kv_connector": "host"}', **SHARED)
+    chosen = [0, 1, 7]
+    prompts, ways = [PROMPTS[number] for number in chosen], [WAYS[number] for number in chosen]
+    with ExitStack() as stack:
+        with all_drafts_or_none():
+            llm = stack.enter_context(tiny_llm(directory, **kept, **options))
+        with one_program():
+            alone = stack.enter_context(tiny_llm(directory, **options))
+
+        def tokens() -> list[list[int]]:
+            return [one.outputs[0].token_ids for one in llm.generate(prompts, ways, use_tqdm=False)]
+
+        assert tokens() == [expected[number][0] for number in chosen]
+        schedulers = [replica.scheduler for replica in llm.engine.replicas]
+        assert not any(scheduler.num_loaded_pages for scheduler in schedulers)
+        for replica in llm.engine.replicas:
+            assert replica.traffic is not None
+            replica.traffic.wait_until_saved()
+        llm.reset_prefix_cache()
+        prompts, ways = prompts[::-1], ways[::-1]  # each comes to the other replica
+        assert tokens() == [expected[number][0] for number in reversed(chosen)]
+        assert all(scheduler.num_loaded_pages for scheduler in schedulers)
+
+        engines, found = cycle((alone.engine, llm.engine)), dict[str, list[int]]()
+        here = llm.engine
+        for number, prompt, way in zip(reversed(chosen), prompts, ways, strict=True):
+            here.submit(here.check(str(number), prompt, way))
+        for there in (next(engines) for _ in range(4)):
+            for _ in range(4):
+                found |= {one.request_id: one.outputs[0].token_ids for one in here.step() if one.finished}
+            for number in chosen:
+                if str(number) not in found:
+                    there.import_request(here.export_request(str(number)))
+            here = there
+        while here.has_work or alone.engine.has_work:  # a step of it is under way
+            outputs = [*here.step(), *alone.engine.step()]
+            found |= {one.request_id: one.outputs[0].token_ids for one in outputs if one.finished}
+        assert found == {str(number): expected[number][0] for number in chosen}
+        assert alone.engine.stats().num_prefix_hits > 0, "pages go along"
+        assert_idle(llm)
+        assert_idle(alone)
+
+
 def test_what_breaks_off_resets_all(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.replicas[1].runner, "collect", lambda step: 1 / 0)
@@ -233,13 +279,12 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     "options",
     [
         {"mesh": "2x2x1"},
-        {"kv_transfer_config": '{"kv_connector": "host"}'},
     ],
     ids=str,
 )
 def test_what_replicas_in_lockstep_cannot_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(
-        NotImplementedError, match="replicas share experts .* is not supported there: leave it out, use"
+        NotImplementedError, match="replicas share experts .* stages are not supported there: use a mesh of DxM or"
     ):
         EngineConfig(**{"mesh": "2x2"} | SHARED | options)
 
