@@ -206,16 +206,11 @@ class EngineConfig:
 
     def _check_lockstep(self) -> None:
         """Raises NotImplementedError for what replicas that share experts cannot do."""
-        given = {
-            "a mesh with stages": self.mesh_shape.stages > 1,
-            "speculative_config": self.speculative_config is not None,
-            "kv_transfer_config": self.kv_transfer_config is not None,
-        }
-        if found := next((name for name, is_given in given.items() if is_given), None):
+        if self.mesh_shape.stages > 1:
             raise NotImplementedError(
                 f"enable_expert_parallel on mesh {self.mesh} lets {self.mesh_shape.data} replicas share experts and "
-                f"compute in lockstep, and {found} is not supported there: leave it out, use a mesh of 1xM, or serve "
-                "with data_parallel_size and data_parallel_backend mp, with which each replica has all experts"
+                "compute in lockstep, and stages are not supported there: use a mesh of DxM or Px1xM, or serve with "
+                "data_parallel_size and data_parallel_backend mp, with which each replica has all experts"
             )
 
     @property
@@ -243,7 +238,7 @@ class EngineConfig:
     @property
     def drafting(self) -> SpeculativeConfig | None:
         """The way in which drafts are made, or None if there are none."""
-        if not self.speculation or self.shares_experts:
+        if not self.speculation:
             return None
         return (
             DEFAULT_SPECULATION if self.speculative_config is None else SpeculativeConfig.read(self.speculative_config)

@@ -1,7 +1,7 @@
 """The host values that cross between host and device: one plan down, one output up."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -126,6 +126,13 @@ class StepPlan:
     def is_split(self) -> bool:
         """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
         return self.masked is not None or bool(self.readouts)
+
+    def without_drafts(self) -> "StepPlan":
+        """Returns a plan of decode rows for one step without drafts. Its `max_new` stays as the scheduler counted it.
+
+        A row may always yield less than that.
+        """
+        return replace(self, num_drafts=0, row_tokens=1) if self.num_drafts else self
 
     @cached_property
     def scores_prompts(self) -> bool:

@@ -23,7 +23,7 @@ from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
-from jaxvllm.engine.page_moves import DeviceMoves, HostMoves
+from jaxvllm.engine.page_moves import DeviceMoves, HostMoves, PageMoves
 from jaxvllm.engine.page_traffic import PageTraffic
 from jaxvllm.engine.pooling import read_pooler
 from jaxvllm.engine.resolved_config import ResolvedConfig
@@ -190,22 +190,24 @@ def build(
         # 30 s.
         hosts.meet()
 
+    lockstep = Lockstep(*holders) if config.shares_experts else None
+    runners: tuple[PlanRunner, ...] = holders if lockstep is None else lockstep.replicas
+
     @cache
     def page_form() -> PageFormat:
         if config.has_others:
             raise NotImplementedError("requests move between engines of one process each: use one process")
-        if config.shares_experts:
-            raise NotImplementedError("requests of replicas that share experts do not move: use a mesh of 1xM")
         return page_format(named(), spec, shape, backend, meshes[0])
 
     if config.kv_transfer is not None:
         is_named = config.kv_transfer.leaves_engine
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
         connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
-        stays = config.kv_transfer.stays_on_devices
-        traffic = tuple(
-            PageTraffic(connector, DeviceMoves(holder) if stays else HostMoves(holder, form)) for holder in holders
-        )
+        if config.kv_transfer.stays_on_devices:  # which is for one replica
+            moves: list[PageMoves] = [DeviceMoves(holder) for holder in holders]
+        else:
+            moves = [HostMoves(runner, form) for runner in runners]
+        traffic = tuple(PageTraffic(connector, of_replica) for of_replica in moves)
     for size, group in zip(shape.group_sizes(spec), shape.groups(spec), strict=True):
         seen = "all positions" if size.window is None else f"the last {size.window} positions"
         does = "keep a state" if size.keeps_state else f"see {seen}"
@@ -235,7 +237,6 @@ def build(
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
-    lockstep = Lockstep(*holders) if config.shares_experts else None
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 
@@ -244,7 +245,7 @@ def build(
         tokenizer_directory=tokenizer_directory,
         constraints=constraints,
         make_scheduler=make_scheduler,
-        runners=holders if lockstep is None else lockstep.replicas,
+        runners=runners,
         holders=holders,
         lockstep=lockstep,
         connector=connector,

@@ -23,6 +23,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
+from jaxvllm.engine.decode_pace import DecodePace
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
@@ -34,6 +35,7 @@ from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
 from jaxvllm.engine.replica import DEPTH, DEPTH_IN_TURNS, Replica
 from jaxvllm.engine.request_rules import RequestRules
+from jaxvllm.engine.rounds import Rounds
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -42,7 +44,6 @@ from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.models.experts import num_experts
 from jaxvllm.models.params import Params
-from jaxvllm.runtime.lockstep import Lockstep
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.text.bad_words import read_bad_words
@@ -88,7 +89,6 @@ class Engine:
         self.pooler = parts.pooler
         self._connector = parts.connector
         self._page_format = parts.page_format
-        self._lockstep = parts.lockstep
         self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
         self._has_first_weights = True  # which are those that `_page_format` names
@@ -101,10 +101,15 @@ class Engine:
         balancers = self._balancers if parts.lockstep is None and self._balancers else nothing
         depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
         of_replicas = zip(parts.runners, parts.traffic, self._publishers or nothing, balancers, strict=True)
+        paces = [DecodePace(holder, burst_seconds) for holder in parts.holders]
+        paces *= len(parts.runners) // len(paces)
         self.replicas = tuple(
-            Replica(i, parts.make_scheduler, runner, burst_seconds, traffic, publisher, depth, balancer)
+            Replica(i, parts.make_scheduler, runner, paces[i], traffic, publisher, depth, balancer)
             for i, (runner, traffic, publisher, balancer) in enumerate(of_replicas)
         )
+        self._rounds = None
+        if parts.lockstep is not None:
+            self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._balancers)
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
@@ -226,7 +231,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches each replica's next step, reads the step before it, and returns the outputs for callers.
 
-        Replicas do not wait for each other: when several compute, only those that are done are read.
+        Replicas do not wait for each other: when several compute, only those that are done are read. Replicas
+        that share experts step together.
 
         If an exception breaks the step off, Ctrl-C included, all requests of all replicas and the prefix caches are
         dropped: host and device may have stopped at different points, and the cache must never hold a page that was
@@ -250,34 +256,26 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        if self._lockstep is None:
+        if self._rounds is not None:
+            self._rounds.dispatch(self.outputs)
+        else:
             for replica in self.replicas:
                 replica.dispatch(self.outputs)
-        elif not any(replica.is_full for replica in self.replicas):
-            self._dispatch_together(self._lockstep)
         if not any(replica.is_busy for replica in self.replicas) and any(r.waits_for_pages for r in self.replicas):
             time.sleep(POLL_SECONDS)
-        results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
+        if self._rounds is not None:
+            results = self._rounds.collect(self.outputs)
+        else:
+            results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
         if not self._startup.is_over and any(replica.num_output_tokens for replica in self.replicas):
             self._startup.first_token()
             logger.info("%s", self.startup())
         return results
 
-    def _dispatch_together(self, lockstep: Lockstep) -> None:
-        """Starts the next step of all replicas, if any has one to compute."""
-        for balancer in self._balancers:
-            balancer.between_steps(lockstep.num_steps)
-        planned = [replica.plan(self.outputs) for replica in self.replicas]
-        steps = lockstep.dispatch([None if one is None else one.plan for one in planned])
-        for replica, one, step in zip(self.replicas, planned, steps, strict=True):
-            replica.started(one, step)
-
     def _to_collect(self) -> list[Replica]:
         """Returns the replicas whose oldest step must be read now: of several, those that are done, so none waits."""
         busy = [replica for replica in self.replicas if replica.is_busy]
         due = [replica for replica in busy if replica.is_due]
-        if self._lockstep is not None and any(replica.is_full for replica in busy):
-            due = busy  # none can go on before the others
         if len(busy) < 2:
             return due
         while not (ready := [replica for replica in due if replica.is_ready]) and len(due) == len(busy):
@@ -510,6 +508,8 @@ class Engine:
             meter.drop()
         for balancer in self._balancers:
             balancer.drop()
+        if self._rounds is not None:
+            self._rounds.drop()
         self.outputs = self._make_outputs()
         self._router = self._make_router()
         for holder in self.holders:

@@ -6,7 +6,6 @@ from jaxvllm.core.request import Request
 from jaxvllm.engine.page_moves import HostMoves
 from jaxvllm.engine.replica import Replica
 from jaxvllm.kv_transfer.page_format import Page, PageFormat
-from jaxvllm.runtime.runner import Runner
 
 
 def load_cargo(replica: Replica, form: PageFormat, requests: Sequence[Request]) -> dict[bytes, bytes]:
@@ -14,7 +13,7 @@ def load_cargo(replica: Replica, form: PageFormat, requests: Sequence[Request]) 
 
     They are those that the prefix cache has: none where it is turned off. It waits for the device.
     """
-    cache, moves, cargo = replica.scheduler.cache, _moves(replica, form), dict[bytes, bytes]()
+    cache, moves, cargo = replica.scheduler.cache, HostMoves(replica.runner, form), dict[bytes, bytes]()
     for request in requests:
         hashes = request.hashes(cache.page_size)
         prefix = cache.match(hashes)
@@ -42,12 +41,7 @@ def unload_cargo(replica: Replica, form: PageFormat, request: Request, cargo: Ma
     reserved = cache.reserve(prefix, len(pages)) if pages else None
     if reserved is None:
         return 0
-    count = _moves(replica, form).write(reserved.pages, pages)
+    count = HostMoves(replica.runner, form).write(reserved.pages, pages)
     cache.register_filled(request, reserved, count)
     cache.give_back(reserved)
     return count
-
-
-def _moves(replica: Replica, form: PageFormat) -> HostMoves:
-    assert isinstance(replica.runner, Runner), "pages of replicas in lockstep have no form in which they travel"
-    return HostMoves(replica.runner, form)

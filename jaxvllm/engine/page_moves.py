@@ -11,6 +11,7 @@ from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Ints
 from jaxvllm.kv_transfer.page_format import Page, PageFormat
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents
+from jaxvllm.runtime.plan_runner import PlanRunner
 from jaxvllm.runtime.runner import Runner
 
 
@@ -33,7 +34,7 @@ class PageMoves(Protocol):
 class HostMoves:
     """Pages on the host, in the form that is the same for all meshes."""
 
-    def __init__(self, runner: Runner, form: PageFormat):
+    def __init__(self, runner: PlanRunner, form: PageFormat):
         self._runner = runner
         self._format = form
 

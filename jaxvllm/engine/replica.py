@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
-from jaxvllm.engine.burst_pace import BurstPace
-from jaxvllm.engine.draft_pace import DraftPace
+from jaxvllm.engine.decode_pace import DecodeChoice, DecodePace, DecodeTime
 from jaxvllm.engine.expert_balancer import ExpertBalancer
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
@@ -29,8 +29,6 @@ from jaxvllm.runtime.plan_runner import HeldStep, InFlight, PlanRunner
 # while the host reads step N and plans step N + 2. With one, each waits for the other.
 DEPTH = 2
 DEPTH_IN_TURNS = 1
-# Steps have drafts where more than this share of their rows may have some.
-LEAST_SEEN = 0.5
 # So many reports are kept until somebody asks for them. An `LLM` never asks.
 MAX_REPORTS = 1024
 
@@ -42,6 +40,10 @@ class _PlannedStep:
     plan: StepPlan
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     start: float  # when the host began to plan it, on its monotonic clock
+
+    def without_drafts(self) -> "_PlannedStep":
+        """Returns the step for a program without drafts, where each row yields one token."""
+        return replace(self, plan=self.plan.without_drafts())
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ class Replica:
         index: int,
         make_scheduler: Callable[[KVEventLog | None], Scheduler],
         runner: PlanRunner,
-        burst_seconds: float,
+        pace: DecodePace,
         traffic: PageTraffic | None = None,
         publisher: KVEventPublisher | None = None,
         depth: int = DEPTH,
         balancer: ExpertBalancer | None = None,
     ):
-        """Makes the scheduler. A program of several decode steps may take `burst_seconds`.
+        """Makes the scheduler. `pace` says what decode steps have, and replicas that step together have the same one.
 
         `traffic` moves pages to and from other places. `depth` is the number of steps on the device before the host
         must have read the oldest's output. The `balancer` moves experts between its steps.
@@ -96,13 +98,7 @@ class Replica:
         # Drafts that were verified, by their place after the last token of a row.
         self.num_drafted = np.zeros(runner.programs.ladder.drafts.num_drafts, np.int64)
         self.num_accepted = self.num_drafted.copy()
-        self._burst_seconds = burst_seconds
-        self._pace = BurstPace(burst_seconds)
-        self._drafted_paces: dict[int, BurstPace] = {}  # by the drafts of a row, with which steps take longer
-        ladder = runner.programs.ladder
-        self._sees_plain = ladder.drafts.sees_decoding
-        row_counts = [bucket.num_rows for bucket in ladder.buckets if bucket.is_decode]
-        self._draft_pace = DraftPace(row_counts, runner.proposer_catches_up, self._sees_plain)
+        self.pace = pace
         self._seen = SeenRows(self.scheduler.slots.num_slots)
         self._repetition = RepetitionWatch()
         self._recorder = StepRecorder(index)
@@ -137,24 +133,22 @@ class Replica:
         """Starts the next step, if there is one to compute and fewer than `depth` are under way."""
         if self.is_full:
             return
-        planned = self.plan(outputs)
+        planned = self.plan(outputs, self.pace.choose([self]))
         self.started(planned, None if planned is None else self.runner.dispatch(planned.plan))
 
-    def plan(self, outputs: OutputProcessor) -> _PlannedStep | None:
+    def plan(self, outputs: OutputProcessor, choice: DecodeChoice) -> _PlannedStep | None:
         """Decides what the next step computes, and returns it, if there is one. `started` must follow."""
         start = time.monotonic()
         programs = self.runner.programs
-        num_decoding = self.scheduler.num_decoding
-        num_decode_steps, num_drafts = self._pace_of_step(num_decoding)
         self._move_pages()
         if self._balancer is not None:
             self._balancer.between_steps(self.num_steps)
-        plan = self.scheduler.schedule(num_decode_steps, self.runner.step_sizes, programs.room, num_drafts)
+        plan = self.scheduler.schedule(choice.num_steps, self.runner.step_sizes, programs.room, choice.num_drafts)
         if plan is None:
             return None
         self._count_prefixes(plan)
         outputs.scheduled(plan)
-        if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan, num_decoding):
+        if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan, choice.num_rows):
             plan = replace(plan, is_blind=True)
         return _PlannedStep(plan, self._recorder.begin(plan, self.scheduler), start)
 
@@ -166,7 +160,7 @@ class Replica:
             if self.runner.programs.ladder.blind:
                 self._seen.dispatched(plan, step.bucket.is_blind)
             self.num_steps += 1
-            is_paced = self._pace_with(plan.num_drafts).is_known(plan.num_rows)
+            is_paced = self.pace.is_known(plan.num_rows, plan.num_drafts)
             host_seconds = time.monotonic() - planned.start
             if isinstance(step, HeldStep):
                 self._held = _UnderWay(step, notes, host_seconds, is_paced)
@@ -182,36 +176,19 @@ class Replica:
             self.traffic.save(self.scheduler)
             self.traffic.bring(self.scheduler)
 
-    def _pace_of_step(self, num_rows: int) -> tuple[int, int]:
-        """Returns the most decode steps of the next step, and how many drafts a row may have in each of them.
-
-        `num_rows` are decoding.
-        """
-        programs = self.runner.programs
-        num_steps = self._pace.width(num_rows, programs.burst_width)
-        drafted = programs.drafted(num_rows)
-        if not drafted:
-            if programs.may_compile_drafts and self._repetition.is_found(self.scheduler.slots, self.num_output_tokens):
-                programs.compile_drafts()
-            return num_steps, 0
-        most = {k: min(bucket.num_tokens / max(num_rows, 1), 1 + k) for k, bucket in drafted.items()}
-        num_drafts = self._draft_pace.choose(num_rows, most)
-        if not num_drafts or not self._has_seen_rows:
-            return num_steps, 0
-        return self._pace_with(num_drafts).width(num_rows, drafted[num_drafts].width), num_drafts
-
-    def _pace_with(self, num_drafts: int) -> BurstPace:
-        """Returns the pace of steps in which a row may have so many drafts."""
-        if not num_drafts:
-            return self._pace
-        return self._drafted_paces.setdefault(num_drafts, BurstPace(self._burst_seconds))
+    @property
+    def num_decoding(self) -> int:
+        """Implements `DecodingRows.num_decoding`."""
+        return self.scheduler.num_decoding
 
     @property
-    def _has_seen_rows(self) -> bool:
-        """Whether drafts are possible for so many rows that the others do not decide what they bring."""
-        if not self._sees_plain:
-            return True
-        return self._seen.share(self.scheduler.slots.decoding()) > LEAST_SEEN
+    def have_drafts(self) -> NDArray[np.bool_]:
+        """Implements `DecodingRows.have_drafts`."""
+        return self._seen.all_steps_of(self.scheduler.slots.decoding())
+
+    def repeat(self) -> bool:
+        """Implements `DecodingRows.repeat`."""
+        return self._repetition.is_found(self.scheduler.slots, self.num_output_tokens)
 
     def _may_be_blind(self, plan: StepPlan, num_decoding: int) -> bool:
         """Returns whether the proposer need not see the step, because its rows have no drafts before they are fewer.
@@ -219,12 +196,19 @@ class Replica:
         `num_decoding` rows were decoding when it was decided how many drafts they may have.
         """
         if plan.num_decode == plan.num_rows:
-            return not self._seen.share(plan.slots) or self._draft_pace.may_be_blind(num_decoding)
+            return not self._seen.all_steps_of(plan.slots).any() or self.pace.may_be_blind(num_decoding)
         num_running = self.scheduler.num_running + self.scheduler.num_waiting
-        return self._draft_pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
+        return self.pace.may_be_blind(min(num_running, self.scheduler.slots.num_slots))
 
     def collect(self, outputs: OutputProcessor) -> list[RequestOutput]:
         """Waits for the oldest step under way, and returns what its tokens mean to callers."""
+        results, decode_time = self.read(outputs)
+        if decode_time is not None:
+            self.pace.measured(decode_time)
+        return results
+
+    def read(self, outputs: OutputProcessor) -> tuple[list[RequestOutput], DecodeTime | None]:
+        """Does what `collect` does, but leaves the pace alone: it returns what is to be measured, if anything is."""
         oldest = self._in_flight.popleft()
         step, plan, bucket, notes = oldest.step, oldest.step.plan, oldest.step.bucket, oldest.notes
         was_awaited = not step.is_ready
@@ -246,15 +230,16 @@ class Replica:
         self._move_pages()
         num_ran = int(output.num_steps.max())  # 0 if all rows had ended
         num_steps = max(num_ran, 1)
+        decode_time: DecodeTime | None = None
         if bucket.is_decode and output.counts.any():  # or all rows had ended, and nothing was computed
             tokens = 1.0
             if output.drafts is not None:
                 tokens = float(output.counts[output.counts > 0].mean()) / num_steps
                 self.num_drafted[: plan.num_drafts] += output.drafts.drafted.sum(axis=0)
                 self.num_accepted[: plan.num_drafts] += output.drafts.accepted.sum(axis=0)
-            self._pace_with(plan.num_drafts).measured(plan.num_rows, num_steps, device_seconds)
-            if oldest.is_paced and (plan.num_drafts or not self._sees_plain or bucket.is_blind):
-                self._draft_pace.measured(plan.num_rows, plan.num_drafts, device_seconds / num_steps, tokens)
+            decode_time = DecodeTime(
+                plan.num_rows, num_steps, plan.num_drafts, device_seconds, tokens, oldest.is_paced, bucket.is_blind
+            )
         report = StepReport(
             replica=self.index,
             num_decode=plan.num_decode,
@@ -272,7 +257,7 @@ class Replica:
         self._count_padding(plan, bucket, output, num_ran)
         self.num_steps += num_steps - 1  # one was counted when it was dispatched
         self.publish()
-        return results
+        return results, decode_time
 
     def _with_transfers(self, ended: Sequence[Request], outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
         """Adds to `outputs` what others need to go on from the KV of the requests that have `ended`."""
@@ -335,6 +320,13 @@ class Replica:
         self.num_ended_tokens += num_steps * plan.num_decode - num_decoded
         self.num_bucket_rows += num_steps * bucket.num_rows
         self.num_padding_rows += num_steps * (bucket.num_rows - plan.num_rows)
+
+    def count_idle_step(self, bucket: Bucket) -> None:
+        """Counts a step of `bucket` that others took, and in which this replica's devices computed padding."""
+        self.num_bucket_tokens += bucket.num_tokens
+        self.num_padding_tokens += bucket.num_tokens
+        self.num_bucket_rows += bucket.num_rows
+        self.num_padding_rows += bucket.num_rows
 
     def _count_prefixes(self, plan: StepPlan) -> None:
         for admission in plan.admissions:

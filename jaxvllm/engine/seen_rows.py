@@ -1,6 +1,7 @@
 """The rows that may have drafts: the proposer has seen every step of their requests."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.core.slots import SlotIds
 from jaxvllm.core.step_plan import StepPlan
@@ -22,6 +23,6 @@ class SeenRows:
         if is_blind:
             self._missed[plan.slots] = True
 
-    def share(self, slots: SlotIds) -> float:
-        """Returns the share of `slots` that may have drafts."""
-        return 1 - float(self._missed[slots].mean()) if len(slots) else 1.0
+    def all_steps_of(self, slots: SlotIds) -> NDArray[np.bool_]:
+        """Returns which of `slots` may have drafts, bool[len(slots)]."""
+        return ~self._missed[slots]

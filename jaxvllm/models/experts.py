@@ -148,6 +148,10 @@ class ExpertsFfn(ChoosingFfn):
         inner = self.size if self.is_by_expert else self.size // size
         return replace(self, size=inner, shared=shared, num_shards=self.num_replicas * size)
 
+    def whole(self) -> Self:
+        """Returns the network of which every device has all experts, and sends nothing."""
+        return replace(self, is_by_expert=False, num_redundant=None, num_replicas=1)
+
     def apply_choosing(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
     ) -> tuple[jax.Array, jax.Array]:

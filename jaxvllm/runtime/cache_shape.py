@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
@@ -25,6 +25,8 @@ from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages
 from sharding.placement import of_replicas, place
 from sharding.rules import DATA
 
+# The logical axes of a proposer's pages, [L, P, K, S, W].
+DRAFT_PAGE_AXES: tuple[str | None, ...] = (None, "pages", None, None, None)
 # The pages of each group, and after them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
 
@@ -50,7 +52,7 @@ class LayerGroup:
 class DraftCache:
     """The arrays that a proposer keeps: KV of some layers for every token, and features of the last token of each slot.
 
-    Its pages have the numbers of those of the first group. Every device has all of it.
+    Its pages have the numbers of those of the first group. Every device of a replica has all of it.
     """
 
     num_layers: int = 0
@@ -164,12 +166,12 @@ class CacheShape:
 
         The pages of drafts follow. Each replica of the mesh has so many pages of its own, one replica after the other.
         """
-        sharding, everywhere = place(mesh)(PAGE_AXES), NamedSharding(mesh, PartitionSpec())
+        sharding, of_drafts = place(mesh)(PAGE_AXES), place(mesh)(DRAFT_PAGE_AXES)
         spread = Spread.on(spec, mesh)
         counts = [count * spread.stages for count in self.stage_room(spread)]
         of_groups = self._structs(spec, spread.whole, counts, backend)
         placed = [(struct, sharding) for struct in of_groups]
-        placed += [(struct, everywhere) for struct in self._draft_structs(backend)]
+        placed += [(struct, of_drafts) for struct in self._draft_structs(backend)]
         return tuple(
             jax.ShapeDtypeStruct((layers, mesh.shape[DATA] * count, *rest), x.dtype, sharding=where)
             for x, where in placed

@@ -182,8 +182,10 @@ def _draft_and_verify(
     def decode_once(now: _DecodeLoop) -> _DecodeLoop:
         return _decode_once(params, now, is_alive, slots, model=model, proposer=None)
 
-    # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer.
-    return _either(jnp.any(drafts.counts > 0), verify, decode_once, now, model.backend)
+    # Text that nothing repeats has no drafts, and then a step costs what it costs without a proposer. Replicas that run
+    # it together do the same: in either way they send each other the tokens of experts.
+    has_drafts = model.replicas.max(jnp.any(drafts.counts > 0).astype(jnp.int32)) > 0
+    return _either(has_drafts, verify, decode_once, now, model.backend)
 
 
 def _either(

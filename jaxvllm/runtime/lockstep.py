@@ -28,6 +28,7 @@ from jaxvllm.runtime.multihost.calls import (
     SampleSome,
     Step,
 )
+from jaxvllm.runtime.page_copies import PageContents
 from jaxvllm.runtime.plan_runner import HeldStep, InFlight, PlanRunner, StepResult
 from jaxvllm.runtime.readouts import DEVICE_READOUTS
 from jaxvllm.runtime.runner import Runner
@@ -46,6 +47,7 @@ class Lockstep:
         self.replicas = tuple(LockstepReplica(self, index) for index in range(devices.num_replicas))
         none = np.zeros(0, np.int32)
         no_pages = (PageEntries.none(),) * devices.sizes.num_groups
+        self._to_sample: set[int] = set()  # replicas that have a part of the last forward pass yet to sample
         self._no_plan = StepPlan(none, none, none, none, no_pages, none, 0, none, none, wants_logprobs=False)
 
     def dispatch(self, plans: Sequence[StepPlan | None]) -> list[InFlight | HeldStep | None]:
@@ -65,6 +67,7 @@ class Lockstep:
                 steps |= self._in_flight(given, bucket, self.devices.make(Step(bucket, packed)))
             else:
                 self.devices.make(Forward(bucket, packed))
+                self._to_sample = set(given)
                 steps |= {index: HeldStep(plan, bucket) for index, plan in given.items() if plan.is_masked}
                 steps |= self.sample({index: plan for index, plan in given.items() if not plan.is_masked}, bucket)
         return [steps.get(index) for index in range(len(plans))]
@@ -82,7 +85,9 @@ class Lockstep:
                 of_replicas = dict(zip(wanted, words, strict=True))
                 self.devices.make(Read(bucket, _joined([of_replicas.get(index) for index in range(count)]), number))
         turns = np.array([index in plans for index in range(count)], np.int32)
-        return self._in_flight(plans, bucket, self.devices.make(SampleSome(bucket, turns)))
+        self._to_sample -= plans.keys()
+        call = SampleSome(bucket, turns, is_last=not self._to_sample)
+        return self._in_flight(plans, bucket, self.devices.make(call))
 
     def change(self, call: Call, index: int) -> None:
         """Makes a call that changes the slots of one replica."""
@@ -111,9 +116,15 @@ class LockstepReplica(PlanRunner):
     def __init__(self, group: Lockstep, index: int):
         devices = group.devices
         self.programs, self.sizes, self.side = devices.programs, devices.sizes, devices.side
-        self.overhead, self.proposer_catches_up = devices.overhead, devices.proposer_catches_up
+        self.overhead = devices.overhead
         self._group = group
         self._index = index
+
+    def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
+        return self._group.devices.take_pages(pages, self._index)
+
+    def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
+        self._group.devices.put_pages(pages, contents, self._index)
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         return self._group.sample({self._index: plan}, bucket)[self._index]

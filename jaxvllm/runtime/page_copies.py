@@ -1,21 +1,23 @@
 """Copies of KV pages: out of the pool into arrays of their own, and from such arrays into pages of a pool."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import batched
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Ints
 from jaxvllm.models.layer_memory import PAGE_AXES
-from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.cache_shape import DRAFT_PAGE_AXES, KVCachePages
 from jaxvllm.runtime.recipe import Recipe
-from sharding.placement import place
+from sharding.placement import of_replicas, place, replica_meshes
+from sharding.rules import DATA
 
 # Pages of a group that one program copies. Sixteen of an 8B model's are 32 MiB in bfloat16.
 COPY_BATCH = 16
@@ -65,22 +67,83 @@ def _groups(num_arrays: int, num_groups: int) -> list[int]:
 def contents_like(
     pages: tuple[jax.ShapeDtypeStruct, ...], num_groups: int, mesh: Mesh
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the abstract `PageContents` of a cache whose arrays are like `pages`, which are [L, P, K, S, W]."""
-    layers, _, *others = PAGE_AXES
-    spread, everywhere = place(mesh)((None, layers, *others)), NamedSharding(mesh, PartitionSpec())
+    """Returns the abstract `PageContents` of each replica of `mesh`, one after the other in each array.
+
+    The arrays of their cache are like `pages`, which are [L, P, K, S, W].
+    """
+    spread, of_drafts = (
+        place(mesh)((pages, layers, *others)) for layers, pages, *others in (PAGE_AXES, DRAFT_PAGE_AXES)
+    )
+    count = mesh.shape[DATA] * COPY_BATCH
     return tuple(
         jax.ShapeDtypeStruct(
-            (COPY_BATCH, x.shape[0], *x.shape[2:]), x.dtype, sharding=spread if at < num_groups else everywhere
+            (count, x.shape[0], *x.shape[2:]), x.dtype, sharding=spread if at < num_groups else of_drafts
         )
         for at, x in enumerate(pages)
     )
 
 
-def copy_recipes(pages: tuple[jax.ShapeDtypeStruct, ...], num_groups: int, mesh: Mesh) -> tuple[Recipe, Recipe]:
-    """Returns the recipes of `take_pages` and `put_pages` for a cache whose arrays are like `pages`."""
-    packed = jax.ShapeDtypeStruct((num_groups, COPY_BATCH), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    contents = contents_like(pages, num_groups, mesh)
-    take = Recipe(take_pages, (pages, packed), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, contents))
-    where = jax.tree.map(lambda x: x.sharding, pages)
-    put = Recipe(put_pages, (pages, packed, contents), mesh, donates=(0,), out_shardings=where)
-    return take, put
+class PageCopier:
+    """Copies pages of one of the replicas of a mesh: out of its pool, and into it.
+
+    The programs are for all replicas together, as their cache is. The others copy their trash pages meanwhile.
+    """
+
+    def __init__(
+        self,
+        pages: tuple[jax.ShapeDtypeStruct, ...],
+        num_groups: int,
+        mesh: Mesh,
+        make: Callable[[Recipe], jax.stages.Compiled],
+    ):
+        """Compiles nothing before the first copy. The arrays of the cache are like `pages`."""
+        self._num_groups = num_groups
+        self._num_replicas = mesh.shape[DATA]
+        self._of_all = contents_like(pages, num_groups, mesh)
+        # The `PageContents` of each replica, on its devices.
+        self.contents_like = [contents_like(pages, num_groups, own) for own in replica_meshes(mesh)]
+        packed = of_replicas(mesh, (num_groups, COPY_BATCH), jnp.int32)
+        specs = jax.tree.map(lambda x: x.sharding.spec, self._of_all) if mesh.size > 1 else None
+        take = Recipe(take_pages, (pages, packed), mesh, out_specs=specs)
+        put = Recipe.changing(put_pages, (pages, packed, self._of_all), mesh)
+        self._take = cache(lambda: make(take))
+        self._put = cache(lambda: make(put))
+        # What replicas write into their trash pages while another one's pages are filled.
+        self._nothing = cache(lambda: [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._of_all])
+
+    def take(self, kv_pages: KVCachePages, pages: Sequence[Ints], replica: int) -> list[PageContents]:
+        """Copies pages of `replica`, i32[N] of each group, after all steps that were dispatched.
+
+        It returns at once. Each entry has the next `COPY_BATCH` pages; what is after the last one means nothing.
+        """
+        taken = []
+        for packed in pack_pages(pages, self._num_groups):
+            of_all = self._take()(kv_pages, self._for_all(packed, replica))
+            arrays = zip(self.contents_like[replica], of_all, strict=True)
+            taken.append(tuple(_joined(like, [array]) for like, array in arrays))
+        return taken
+
+    def put(self, kv_pages: KVCachePages, pages: Sequence[Ints], contents: PageContents, replica: int) -> KVCachePages:
+        """Returns the cache with at most `COPY_BATCH` pages of `replica` filled. `kv_pages` are donated.
+
+        `contents` are on the devices of the replica.
+        """
+        [packed] = pack_pages(pages, self._num_groups)
+        if self._num_replicas > 1:
+            arrays = zip(self._of_all, contents, self._nothing(), strict=True)
+            contents = tuple(_joined(like, [own, nothing]) for like, own, nothing in arrays)
+        result: KVCachePages = self._put()(kv_pages, self._for_all(packed, replica), contents)
+        return result
+
+    def _for_all(self, packed: NDArray[np.int32], replica: int) -> NDArray[np.int32]:
+        """Returns `packed` for `replica`, and trash pages for the others."""
+        of_all = np.full((self._num_replicas, *packed.shape), TRASH_PAGE, np.int32)
+        of_all[replica] = packed
+        return of_all.reshape(-1, COPY_BATCH)
+
+
+def _joined(like: jax.ShapeDtypeStruct, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns an array like `like` of the parts of `arrays` that are on its devices already, the first ones' first."""
+    parts = {shard.device: shard.data for array in reversed(arrays) for shard in array.addressable_shards}
+    own = [parts[device] for device in like.sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, own)

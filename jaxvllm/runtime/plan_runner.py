@@ -31,6 +31,7 @@ from jaxvllm.runtime.multihost.calls import (
     SampleRows,
     Step,
 )
+from jaxvllm.runtime.page_copies import PageContents
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.readouts import BY_NAME, DEVICE_READOUTS
 from jaxvllm.runtime.sampler import DeviceLogprobs
@@ -82,11 +83,24 @@ class PlanRunner(ABC):
     sizes: SlotSizes
     side: SideShape | None  # of the store of side inputs
     overhead: int  # what a step costs beside its tokens, in tokens
-    proposer_catches_up: bool  # whether a step with drafts takes longer after steps without
 
     @abstractmethod
     def _call(self, call: Call) -> StepResult | None:
         """Makes `call` on the devices of the replica; a step has a result."""
+
+    @abstractmethod
+    def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
+        """Copies pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
+
+        Each entry has the next `COPY_BATCH` of them; what is after the last one means nothing.
+        """
+
+    @abstractmethod
+    def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
+        """Fills pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
+
+        `contents` are [N, L, K, S, W], of each array of the cache.
+        """
 
     @property
     def step_sizes(self) -> StepSizes:

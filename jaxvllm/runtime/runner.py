@@ -41,7 +41,7 @@ from jaxvllm.runtime.multihost.calls import (
     Step,
 )
 from jaxvllm.runtime.multihost.leader import Leader
-from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, contents_like, copy_recipes, pack_pages
+from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, PageCopier
 from jaxvllm.runtime.plan_runner import PlanRunner, StepResult
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.proposers import Proposer
@@ -142,9 +142,7 @@ class Runner(PlanRunner):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
-        num_groups = len(shape.groups(spec))
-        self._copies = cache(lambda: tuple(make_program(recipe) for recipe in copy_recipes(pages, num_groups, mesh)))
-        self.contents_like = contents_like(pages, num_groups, mesh)
+        self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -186,35 +184,34 @@ class Runner(PlanRunner):
             raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
         return np.asarray(self._kv_pages[group][:, pages])
 
-    def take_pages(self, pages: Sequence[NDArray[np.int32]]) -> list[PageContents]:
-        """Copies pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
+    def take_pages(self, pages: Sequence[NDArray[np.int32]], replica: int = 0) -> list[PageContents]:
+        """Does what `PlanRunner.take_pages` says, for one replica of the mesh."""
+        return self._copier.take(self._kv_pages, pages, replica)
 
-        Each entry has the next `COPY_BATCH` of them; what is after the last one means nothing.
-        """
-        take, _ = self._copies()
-        return [take(self._kv_pages, packed) for packed in pack_pages(pages, self.sizes.num_groups)]
-
-    def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
-        """Fills pages, i32[N] of each group, after all steps that were dispatched, and returns at once.
-
-        `contents` are [N, L, K, S, W], of each array of the cache.
-        """
+    def put_pages(
+        self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]], replica: int = 0
+    ) -> None:
+        """Does what `PlanRunner.put_pages` says, for one replica of the mesh."""
         for first in range(0, len(pages[0]), COPY_BATCH):
             some = slice(first, first + COPY_BATCH)
-            arrays = zip((array[some] for array in contents), self.contents_like, strict=True)
+            arrays = zip((array[some] for array in contents), self._copier.contents_like[replica], strict=True)
             on_device = tuple(jax.device_put(_filled_up(array, like.shape), like.sharding) for array, like in arrays)
-            self.put_contents([of_group[some] for of_group in pages], on_device)
+            self.put_contents([of_group[some] for of_group in pages], on_device, replica)
 
-    def put_contents(self, pages: Sequence[NDArray[np.int32]], contents: PageContents) -> None:
+    def put_contents(self, pages: Sequence[NDArray[np.int32]], contents: PageContents, replica: int = 0) -> None:
         """Fills at most `COPY_BATCH` pages with what is on the devices already, and returns at once."""
-        _, put = self._copies()
-        [packed] = pack_pages(pages, self.sizes.num_groups)
-        self._kv_pages = put(self._kv_pages, packed, contents)
+        self._kv_pages = self._copier.put(self._kv_pages, pages, contents, replica)
+
+    @property
+    def contents_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The shapes and dtypes of what `put_contents` takes, where the mesh has one replica."""
+        [like] = self._copier.contents_like
+        return like
 
     @property
     def page_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shape and dtype of one page on the devices, [L, K, S, W] of each array of the cache."""
-        return tuple(map(_without_first_axis, self.contents_like))
+        return tuple(map(_without_first_axis, self._copier.contents_like[0]))
 
     @property
     def params(self) -> Params:
@@ -298,9 +295,10 @@ class Runner(PlanRunner):
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled)
                 return StepResult(output, left.scores.best, left.reports)
-            case SampleSome(bucket, turns):
+            case SampleSome(bucket, turns, is_last):
                 assert self._forwarded is not None, "nothing was forwarded"
-                left, self._forwarded = self._forwarded, replace(self._forwarded, reports={})
+                left = self._forwarded
+                self._forwarded = None if is_last else replace(left, reports={})
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled, turns)
                 return StepResult(output, left.scores.best, left.reports)

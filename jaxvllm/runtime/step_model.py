@@ -23,7 +23,7 @@ from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
-from sharding.axis import ALONE, ModelAxis
+from sharding.axis import ALONE, NO_OTHERS, ModelAxis, ReplicaAxis
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class StepModel:
     shape: CacheShape
     backend: Backend
     axis: ModelAxis = ALONE
+    replicas: ReplicaAxis = NO_OTHERS  # that run the step together
     sampling: SamplerOptions = DEFAULT_OPTIONS
     pipeline: Pipeline = NO_PIPELINE
 

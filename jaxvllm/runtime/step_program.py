@@ -31,7 +31,7 @@ from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step import forward, sample_in_turn, sample_rows
 from jaxvllm.runtime.step_model import DeviceOutput, StepModel
 from pallas_kernels.backend import REFERENCE, Backend
-from sharding.axis import ModelAxis, StageAxis
+from sharding.axis import ModelAxis, ReplicaAxis, StageAxis
 from sharding.placement import OF_REPLICAS, of_replicas
 from sharding.rules import DATA, MODEL, STAGE
 
@@ -193,9 +193,11 @@ class StepCompiler:
         self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
     ) -> jax.stages.Compiled:
         axis, stages = ModelAxis(self.mesh.shape[MODEL]), StageAxis(self.mesh.shape[STAGE])
+        replicas = ReplicaAxis(self.mesh.shape[DATA])
         overhead = step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu")
         pipeline = Pipeline.of(self.spec, stages, overhead, self.shape.page_size)
-        model = StepModel(self.spec, self.shape.of_programs(self.spec), self.backend, axis, self.sampling, pipeline)
+        shape = self.shape.of_programs(self.spec)
+        model = StepModel(self.spec, shape, self.backend, axis, replicas, self.sampling, pipeline)
         on_parts = out_specs if self.mesh.size > 1 else None
         return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
 

@@ -80,9 +80,9 @@ class PacedEngines(LadderEngines):
         for num_rows in range(1, 5):
             pace.measured(num_rows, 1, 1e-3)
         for replica in engine.replicas:
-            replica._pace = pace
-            replica._drafted_paces = dict.fromkeys(range(1, 8), pace)
-            replica._draft_pace = Eager(())
+            replica.pace._plain = pace
+            replica.pace._drafted = dict.fromkeys(range(1, 8), pace)
+            replica.pace._drafts = Eager(())
         return engine
 
 

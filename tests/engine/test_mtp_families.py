@@ -97,14 +97,18 @@ def teach(directory: Path, fixture: Fixture, kind: str, sequences: np.ndarray, f
     save_file(tensors, directory / "model.safetensors")
 
 
+SHARED = {"mesh": "2x1", "enable_expert_parallel": True}  # by two replicas, in which every device has the whole head
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "options"),
     [
-        "qwen3_next",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("deepseek_v3", "mimo_v2", "longcat_flash")),
+        pytest.param("qwen3_next", {}, id="qwen3_next"),
+        *(pytest.param(k, {}, id=k, marks=pytest.mark.slow) for k in ("deepseek_v3", "mimo_v2", "longcat_flash")),
+        pytest.param("deepseek_v3", SHARED, id="deepseek_v3-2x1", marks=pytest.mark.slow),
     ],
 )
-def test_tokens_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_and_drafts(kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture = WRITTEN[kind].beside(Fixture.load(kind))
     directory = fixture.write_checkpoint(tmp_path)
     sequences = np.zeros((len(fixture.prompts), MOST), np.int32)
@@ -131,11 +135,11 @@ def test_tokens_and_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(AutoregressiveProposer, "propose", kept)
     choose_drafts(monkeypatch)
     config = {"method": "mtp", "num_speculative_tokens": 2}
-    options: dict[str, Any] = {"compilation_cache": None, "num_pages": 129, "speculative_config": config}
+    options = {"compilation_cache": None, "num_pages": 129, "speculative_config": config} | options
     with all_drafts_or_none(bursts=False), tiny_llm(directory, **options) as llm:
-        [replica] = llm.engine.replicas
         assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
-        assert 0 < replica.num_accepted.sum() < replica.num_drafted.sum()
+        for replica in llm.engine.replicas:
+            assert 0 < replica.num_accepted.sum() < replica.num_drafted.sum()
         jax.effects_barrier()
         compared = 0
         for sequence, of_sequence in zip(sequences.tolist(), logits, strict=True):

@@ -1,8 +1,9 @@
 """Replicas that share experts: the tokens of one device, whichever replica has work, and every expert held once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import pytest
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.engine.replica import Replica
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from tests.conftest import Compilations
 from tests.engine.tiny import (
     GREEDY,
+    all_drafts_or_none,
     assert_idle,
+    choose_drafts,
     few_pages,
     one_program,
     random_prompts,
@@ -44,6 +48,7 @@ WAYS = (
     replace(GREEDY, max_tokens=20),
 )
 PROMPTS = random_prompts(len(WAYS), longest=60, seed=4)
+LOOPS = [[3, 4, 5, 6] * 5, [9, 8] * 9, [7] * 12, [30, 40, 50] * 4]
 
 
 def with_eight_experts(small: Fixture) -> Fixture:
@@ -64,14 +69,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(llm: LLM) -> list[Any]:
-    """The tokens of all ways, those of a prompt that is scored, and of beams."""
+    """The tokens of all ways, those of a prompt that is scored, of beams, and after prompts that repeat themselves."""
     outputs = llm.generate(PROMPTS, WAYS, use_tqdm=False)
     tokens: list[Any] = [[one.token_ids for one in output.outputs] for output in outputs]
     scores = [list(of_token) for of_token in (outputs[4].prompt_logprobs or ())[1:] if of_token]
     searched = llm.beam_search(PROMPTS[:2], BeamSearchParams(2, 6))
-    return [*tokens, [of_token[:5] for of_token in scores], *([one.tokens for one in of.sequences] for of in searched)]
+    beams = [[one.tokens for one in of.sequences] for of in searched]
+    looping = llm.generate(LOOPS, replace(GREEDY, max_tokens=28), use_tqdm=False)
+    return [*tokens, [of_token[:5] for of_token in scores], *beams, *(one.outputs[0].token_ids for one in looping)]
 
 
+# One token that comes again is enough, so that there are drafts although the model is random.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 OPTIONS: dict[str, Any] = {"max_logprobs": 30, "dtype": "float32"}
 
 
@@ -86,18 +95,33 @@ def expected(directory: Path) -> list[Any]:
     params=[pytest.param("2x1", marks=pytest.mark.slow), "2x2", pytest.param("2x4", marks=pytest.mark.slow)],
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
-    with rare_programs(on_demand=False):
-        llm = tiny_llm(directory, mesh=request.param, **SHARED, **OPTIONS)
+    with rare_programs(on_demand=False), all_drafts_or_none():
+        llm = tiny_llm(directory, mesh=request.param, speculative_config=NGRAM, **SHARED, **OPTIONS)
     with llm:
         yield llm
         assert_idle(llm)
+        [holder] = llm.engine.holders
+        assert holder._forwarded is None, "nothing is held between steps"
 
 
+@pytest.mark.parametrize("most", [0, 3], ids=["plain", "drafts"])
 def test_the_same_tokens_whoever_has_work(
-    llm: LLM, expected: list[Any], compilations: Callable[[], AbstractContextManager[Compilations]]
+    llm: LLM,
+    expected: list[Any],
+    compilations: Callable[[], AbstractContextManager[Compilations]],
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
 ) -> None:
+    choose_drafts(monkeypatch, lambda possible: most)
+    engine = llm.engine
+    for replica in engine.replicas:
+        replica.num_drafted[:] = replica.num_accepted[:] = 0
+    llm.reset_prefix_cache()
+    before = engine.stats()
     assert answers(llm) == expected
-    assert all(replica.num_steps > 0 for replica in llm.engine.replicas)
+    assert all(replica.num_steps > 0 for replica in engine.replicas)
+    for replica in engine.replicas:
+        assert (replica.num_drafted.min() > 0) == (replica.num_accepted[0] > 0) == (most > 0), "in every replica"
     llm.wait_until_compiled()  # what a step in two halves needs is compiled when the first one comes
     with compilations() as seen:
         assert answers(llm) == expected, "prefixes are found again"
@@ -108,23 +132,26 @@ def test_the_same_tokens_whoever_has_work(
             [output] = llm.generate([PROMPTS[number]], WAYS[number], use_tqdm=False)
             assert [output.outputs[0].token_ids] == expected[number]
     assert seen.count == 0, seen.names
-    stats = llm.engine.stats()
-    assert stats.num_preemptions > 0 and stats.num_prefix_hits > 0
+    stats = engine.stats()
+    assert stats.num_preemptions > before.num_preemptions and stats.num_prefix_hits > before.num_prefix_hits
 
 
 def test_a_prompt_comes_while_the_other_replica_decodes(
     llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, tokens = llm.engine, dict[str, list[int]]()
-    assert engine._lockstep is not None
-    dispatch, under_way = engine._lockstep.dispatch, []
+    assert engine._rounds is not None
+    lockstep = engine._rounds._lockstep
+    dispatch, under_way = lockstep.dispatch, []
+    before = [(replica.num_bucket_tokens, replica.num_bucket_rows) for replica in engine.replicas]
 
     def counted(plans: Sequence[StepPlan | None]) -> Any:
         under_way.append([replica._num_under_way for replica in engine.replicas])
         return dispatch(plans)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._lockstep, "dispatch", counted)
+        patch.setattr(lockstep, "dispatch", counted)
+        patch.setattr(Replica, "is_ready", property(lambda self: 1 / 0))  # nobody asks again and again
         engine.submit(engine.check("decodes", PROMPTS[7], WAYS[7]))
         while engine.has_work:
             if len(under_way) == 8:
@@ -133,6 +160,78 @@ def test_a_prompt_comes_while_the_other_replica_decodes(
     assert tokens == {"decodes": expected[7][0], "comes": expected[0][0]}
     assert [1, 1] in under_way, "the host plans a step while the devices compute the one before it"
     assert len(under_way) < 50, "all replicas are in the same step"
+    after = [(replica.num_bucket_tokens, replica.num_bucket_rows) for replica in engine.replicas]
+    assert len({tuple(np.subtract(*pair)) for pair in zip(after, before, strict=True)}) == 1, "padding counts, too"
+
+
+def test_a_model_drafts_for_itself_and_is_always_right(
+    directory: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after cached prefixes, steps without drafts or with fewer, and preemptions of one replica."""
+    numbers = cycle([0, 3, 3, 0, 3])
+    choose_drafts(monkeypatch, lambda possible: next(numbers))
+    config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 3}
+    params = replace(GREEDY, max_tokens=28)
+    with all_drafts_or_none(), tiny_llm(directory, mesh="2x2", speculative_config=config, **SHARED, **OPTIONS) as llm:
+        for count in (4, 14):
+            before = llm.engine.stats()
+            with few_pages(llm, count):
+                looping = llm.generate([*LOOPS, PROMPTS[7]], [params] * 4 + [WAYS[7]], use_tqdm=False)
+                assert [one.outputs[0].token_ids for one in looping] == [*expected[-4:], expected[7][0]]
+                after = llm.engine.stats()
+                assert (after.num_preemptions > before.num_preemptions) == (count == 4)
+        [holder] = llm.engine.holders
+        for pages in holder._kv_pages:  # those of the draft model come last
+            assert {shard.data.shape[1] for shard in pages.addressable_shards} == {65}, "each replica has its own"
+        for replica in llm.engine.replicas:
+            assert (replica.num_accepted == replica.num_drafted).all() and replica.num_drafted.min() > 20
+        assert_idle(llm)
+
+
+def test_pages_are_kept_elsewhere_and_requests_move(directory: Path, expected: list[Any]) -> None:
+    """From replica to replica through the memory of the host, and to an engine of one device and back."""
+    options = dict(speculative_config=NGRAM, **OPTIONS)
+    kept = dict(mesh="2x2", kv_transfer_config='{"kv_connector": "host"}', **SHARED)
+    chosen = [0, 1, 7]
+    prompts, ways = [PROMPTS[number] for number in chosen], [WAYS[number] for number in chosen]
+    with ExitStack() as stack:
+        with all_drafts_or_none():
+            llm = stack.enter_context(tiny_llm(directory, **kept, **options))
+        with one_program():
+            alone = stack.enter_context(tiny_llm(directory, **options))
+
+        def tokens() -> list[list[int]]:
+            return [one.outputs[0].token_ids for one in llm.generate(prompts, ways, use_tqdm=False)]
+
+        assert tokens() == [expected[number][0] for number in chosen]
+        schedulers = [replica.scheduler for replica in llm.engine.replicas]
+        assert not any(scheduler.num_loaded_pages for scheduler in schedulers)
+        for replica in llm.engine.replicas:
+            assert replica.traffic is not None
+            replica.traffic.wait_until_saved()
+        llm.reset_prefix_cache()
+        prompts, ways = prompts[::-1], ways[::-1]  # each comes to the other replica
+        assert tokens() == [expected[number][0] for number in reversed(chosen)]
+        assert all(scheduler.num_loaded_pages for scheduler in schedulers)
+
+        engines, found = cycle((alone.engine, llm.engine)), dict[str, list[int]]()
+        here = llm.engine
+        for number, prompt, way in zip(reversed(chosen), prompts, ways, strict=True):
+            here.submit(here.check(str(number), prompt, way))
+        for there in (next(engines) for _ in range(4)):
+            for _ in range(4):
+                found |= {one.request_id: one.outputs[0].token_ids for one in here.step() if one.finished}
+            for number in chosen:
+                if str(number) not in found:
+                    there.import_request(here.export_request(str(number)))
+            here = there
+        while here.has_work or alone.engine.has_work:  # a step of it is under way
+            outputs = [*here.step(), *alone.engine.step()]
+            found |= {one.request_id: one.outputs[0].token_ids for one in outputs if one.finished}
+        assert found == {str(number): expected[number][0] for number in chosen}
+        assert alone.engine.stats().num_prefix_hits > 0, "pages go along"
+        assert_idle(llm)
+        assert_idle(alone)
 
 
 def test_what_breaks_off_resets_all(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,14 +279,12 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     "options",
     [
         {"mesh": "2x2x1"},
-        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
-        {"kv_transfer_config": '{"kv_connector": "host"}'},
     ],
     ids=str,
 )
 def test_what_replicas_in_lockstep_cannot_do_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(
-        NotImplementedError, match="replicas share experts .* is not supported there: leave it out, use"
+        NotImplementedError, match="replicas share experts .* stages are not supported there: use a mesh of DxM or"
     ):
         EngineConfig(**{"mesh": "2x2"} | SHARED | options)
 

@@ -61,6 +61,8 @@ def _block(family: Family, target: ModelSpec) -> Block:
     """Returns the block of a head. Raises ValueError where the head cannot compute it."""
     if not all(layer.keeps_state for layer in target.layers):
         layer = family.mtp.block_of(target)
+        if isinstance(layer.ffn, ExpertsFfn):  # every device has the whole head
+            layer = replace(layer, ffn=layer.ffn.whole())
         is_known = isinstance(layer.attention, GroupedQueryAttention | LatentAttention)
         is_known &= isinstance(layer.ffn, GatedFfn | ExpertsFfn)
         if is_known and layer == Block(layer.attention, layer.ffn, layer.norm, rope=layer.rope, window=layer.window):

@@ -62,6 +62,7 @@ class SampleSome:
 
     bucket: Bucket
     packed: NDArray[np.int32]  # [replicas]: 1 for these, 0 for the others
+    is_last: bool  # whether all others have sampled, or have nothing to sample
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ type Message = Call | Abandon
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct(
     "<11I"
-)  # the kind, six numbers of the bucket, the readout, the two sizes of the array, and the number of words
+)  # the kind, six numbers of the bucket, one of the kind's own, the two sizes of the array, and the number of words
 _KINDS: tuple[type[Message], ...] = (
     Reset,
     Close,
@@ -165,8 +166,10 @@ def to_bytes(message: Message) -> bytes:
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind)
     shape = words.shape if words.ndim == 2 else (0, 0)
-    readout = message.readout if isinstance(message, Read) else 0
-    header = _HEADER.pack(_KINDS.index(type(message)), *sizes, readout, *shape, words.size)
+    own = 0
+    if isinstance(message, Read | SampleSome):
+        own = message.readout if isinstance(message, Read) else message.is_last
+    header = _HEADER.pack(_KINDS.index(type(message)), *sizes, own, *shape, words.size)
     return header + words.astype("<i4").tobytes()
 
 
@@ -178,9 +181,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    kind, tokens, rows, width, is_split, num_drafts, is_blind, readout, first, second, num_words = _HEADER.unpack(
-        header
-    )
+    kind, tokens, rows, width, is_split, num_drafts, is_blind, own, first, second, num_words = _HEADER.unpack(header)
     payload = stream.read(4 * num_words)
     if len(payload) < 4 * num_words:
         return None
@@ -196,5 +197,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
     if _KINDS[kind] is Read:
-        arguments["readout"] = readout
+        arguments["readout"] = own
+    if _KINDS[kind] is SampleSome:
+        arguments["is_last"] = bool(own)
     return _KINDS[kind](**arguments)

@@ -40,6 +40,7 @@ from jaxvllm.runtime.multihost.calls import (
     Recount,
     Reset,
     SampleRows,
+    SampleSome,
     Step,
     read_message,
     to_bytes,
@@ -65,12 +66,14 @@ CALLS: tuple[Call, ...] = (
     Read(Bucket(16, 4), np.arange(14, dtype=np.int32).reshape(2, 7), 1),
     SampleRows(Bucket(16, 4)),
     SampleRows(Bucket(4, 4, is_split=True)),
+    SampleSome(Bucket(16, 4), np.array([1, 0], np.int32), is_last=False),
+    SampleSome(Bucket(16, 4), np.array([0, 1], np.int32), is_last=True),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     FillSideRows(np.arange(-6, 0, dtype=np.int32).reshape(2, 3)),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | ForkSlots | FillSideRows
+WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | SampleSome | ForkSlots | FillSideRows
 
 
 def same(one: Message | None, other: Message | None) -> bool:
@@ -78,6 +81,8 @@ def same(one: Message | None, other: Message | None) -> bool:
     if isinstance(one, Step | Forward) and isinstance(other, Step | Forward) and one.bucket != other.bucket:
         return False
     if isinstance(one, Read) and isinstance(other, Read) and (one.bucket, one.readout) != (other.bucket, other.readout):
+        return False
+    if isinstance(one, SampleSome) and isinstance(other, SampleSome) and one.is_last != other.is_last:
         return False
     if isinstance(one, WITH_WORDS) and isinstance(other, WITH_WORDS):
         return one.packed.dtype == other.packed.dtype and np.array_equal(one.packed, other.packed)
