@@ -45,10 +45,11 @@ def write_gguf(path: Path, kind: str) -> float:
 
     own = GGMLQuantizationType[kind]
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    kinds = {True: own, False: GGMLQuantizationType.F32}
-    write_gguf(
-        path, config, demo_weights(), lambda name: kinds[name.startswith("blk.")], more=demo_tokenizer(DEMO_MODEL)
-    )
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        return own if name.startswith("blk.") else GGMLQuantizationType.F32
+
+    write_gguf(path, config, demo_weights(), kind_of, more=demo_tokenizer(DEMO_MODEL))
     count, size = GGML_QUANT_SIZES[own]
     return 8 * size / count
 
@@ -94,7 +95,8 @@ def _words(codes: np.ndarray) -> np.ndarray:
     """Returns i32[rows, columns / 8] of codes [rows, columns] of four bits."""
     of_words = codes.astype(np.uint32).reshape(len(codes), -1, 8)
     places = (of_words[..., column] << np.uint32(4 * place) for place, column in enumerate(_AWQ_ORDER))
-    return np.bitwise_or.reduce(list(places)).view(np.int32)
+    words: np.ndarray = np.bitwise_or.reduce(list(places)).view(np.int32)
+    return words
 
 
 def _write(
