@@ -56,7 +56,7 @@ def convert_quantized(model: Path, output: Path, *, quantization: str, dtype: st
 
 @dataclass(frozen=True)
 class _Plan:
-    """What becomes of each tensor of a checkpoint.
+    """Says what becomes of each tensor of a checkpoint.
 
     rounded: the names of those that are rounded
     ignored: the modules of the other matrices of layers, and the LM head

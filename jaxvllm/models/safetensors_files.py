@@ -164,7 +164,7 @@ def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str]
 def create_file(path: Path, declared: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
     """Creates a safetensors file with these tensors, and returns them, still to be filled: what they hold is written.
 
-    Those of large elements come first, so that each begins at a multiple of the size of its elements.
+    Tensors of large elements come first, so that each begins at a multiple of the size of its elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0

@@ -22,7 +22,7 @@ _PER_WORD = 8  # integers of four bits
 
 @dataclass(frozen=True)
 class CompressedScheme:
-    """Bytes with one scale a row, or integers of four bits in words with one scale for each group of a row.
+    """Stores bytes with one scale a row, or integers of four bits in words with one scale for each group of a row.
 
     Values are rounded as an engine rounds them that is given the same `quantization`.
     """
