@@ -1,4 +1,4 @@
-"""Writes the embedded model in the forms in which checkpoints are published: GGUF, NF4, and AWQ's layout.
+"""Writes the embedded model in the forms in which checkpoints are published: GGUF, NF4, AWQ's layout, MXFP4, NVFP4.
 
 Numbers are rounded to the nearest: nothing is calibrated on any text, as real AWQ does.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -27,6 +28,7 @@ NF4 = np.array(
     ),
     np.float32,
 )
+E2M1 = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), np.float32)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each place in a word
 
 
@@ -99,6 +101,39 @@ def _words(codes: np.ndarray) -> np.ndarray:
     return words
 
 
+def write_mxfp4(directory: Path) -> float:
+    """Writes a checkpoint in MXFP4 as MLX does. Returns the bits of a weight of the layers."""
+    return _write(directory, {"group_size": 32, "bits": 4, "mode": "mxfp4"}, _mxfp4)
+
+
+def _mxfp4(name: str, matrix: np.ndarray) -> Mapping[str, np.ndarray]:
+    by_group = matrix.reshape(len(matrix), -1, 32)
+    largest = np.maximum(np.abs(by_group).max(-1), 2.0**-100)
+    exponents = np.ceil(np.log2(largest / E2M1[-1]))  # no number is beyond the largest
+    words = _e2m1(by_group / np.exp2(exponents)[..., None], matrix.shape).view(np.uint32)
+    return {name: words, f"{name.removesuffix('.weight')}.scales": (exponents + 127).astype(np.uint8)}
+
+
+def write_nvfp4(directory: Path) -> float:
+    """Writes a checkpoint in NVFP4 as MLX does, without a scale of matrices. Returns the bits of a layer's weight."""
+    return _write(directory, {"group_size": 16, "bits": 4, "mode": "nvfp4"}, _nvfp4)
+
+
+def _nvfp4(name: str, matrix: np.ndarray) -> Mapping[str, np.ndarray]:
+    by_group = matrix.reshape(len(matrix), -1, 16)
+    scales = np.maximum(np.abs(by_group).max(-1) / E2M1[-1], 2.0**-9).astype(ml_dtypes.float8_e4m3fn)
+    words = _e2m1(by_group / scales.astype(np.float32)[..., None], matrix.shape).view(np.uint32)
+    return {name: words, f"{name.removesuffix('.weight')}.scales": scales.view(np.uint8)}
+
+
+def _e2m1(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns u8[out, in / 2] of the nearest numbers e2m1, the first of two in the lower bits."""
+    codes = np.searchsorted((E2M1[1:] + E2M1[:-1]) / 2, np.abs(values)) + 8 * (values < 0)
+    codes = codes.astype(np.uint8).reshape(shape)
+    packed: np.ndarray = codes[:, ::2] | codes[:, 1::2] << 4
+    return packed
+
+
 def _write(
     directory: Path, settings: Mapping[str, Any], encode: Callable[[str, np.ndarray], Mapping[str, np.ndarray]]
 ) -> float:
@@ -115,6 +150,7 @@ def _write(
         else:
             tensors[name] = weight
     save_file(tensors, directory / "model.safetensors")
-    config = json.loads((DEMO_MODEL / "config.json").read_text()) | {"quantization_config": dict(settings)}
+    key = "quantization_config" if "quant_method" in settings else "quantization"  # MLX states no method
+    config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: dict(settings)}
     (directory / "config.json").write_text(json.dumps(config))
     return 8 * num_bytes / num_weights

@@ -29,12 +29,16 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.published_checkpoints import write_awq, write_gguf, write_nf4
+from benchmarks.published_checkpoints import write_awq, write_gguf, write_mxfp4, write_nf4, write_nvfp4
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.model_name import DEMO_MODEL
 from tools.demo_corpus import EVALUATION_SEED, KINDS, Corpus
 
+PUBLISHED = (
+    *(("MXFP4 (MLX)", write_mxfp4), ("NVFP4 (MLX)", write_nvfp4), ("NF4 (bitsandbytes)", write_nf4)),
+    ("AWQ's layout", write_awq),
+)
 LONGEST = 384  # tokens of a document
 ROWS = 128  # tokens of a step
 
@@ -146,7 +150,7 @@ def variants(directory: Path) -> Iterator[Variant]:
     yield Variant("bfloat16", {"dtype": "bfloat16"})
     for name in ("int8", "fp8", "int4", "int4_g32"):
         yield Variant(name, {"quantization": name})
-    for name, write in (("NF4", write_nf4), ("AWQ's layout", write_awq)):
+    for name, write in PUBLISHED:
         path = directory / name
         yield Variant(name, {"model": str(path)}, write(path))
     for kind in ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"):
