@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxvllm.model_name import DEMO_MODEL
-from jaxvllm.models.safetensors_files import open_weights
+from jaxvllm.models.safetensors_files import create_file, open_weights
 
 NF4_BLOCK = 64
 AWQ_GROUP = 64  # 128, which is usual, does not divide the model's 192
@@ -115,15 +115,21 @@ def _mxfp4(name: str, matrix: np.ndarray) -> Mapping[str, np.ndarray]:
 
 
 def write_nvfp4(directory: Path) -> float:
-    """Writes a checkpoint in NVFP4 as MLX does, without a scale of matrices. Returns the bits of a layer's weight."""
-    return _write(directory, {"group_size": 16, "bits": 4, "mode": "nvfp4"}, _nvfp4)
+    """Writes a checkpoint in NVFP4 as ModelOpt does. Returns the bits of a weight of the layers."""
+    return _write(directory, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _nvfp4)
 
 
 def _nvfp4(name: str, matrix: np.ndarray) -> Mapping[str, np.ndarray]:
     by_group = matrix.reshape(len(matrix), -1, 16)
-    scales = np.maximum(np.abs(by_group).max(-1) / E2M1[-1], 2.0**-9).astype(ml_dtypes.float8_e4m3fn)
-    words = _e2m1(by_group / scales.astype(np.float32)[..., None], matrix.shape).view(np.uint32)
-    return {name: words, f"{name.removesuffix('.weight')}.scales": scales.view(np.uint8)}
+    largest = np.abs(by_group).max(-1) / E2M1[-1]
+    last = largest.max() / np.float32(448)  # the largest scale becomes the largest number e4m3
+    scales = np.maximum(largest / last, 2.0**-9).astype(ml_dtypes.float8_e4m3fn)
+    values = by_group / (scales.astype(np.float32) * last)[..., None]
+    return {
+        name: _e2m1(values, matrix.shape),
+        f"{name}_scale": scales,
+        f"{name}_scale_2": np.array(last, np.float32),
+    }
 
 
 def _e2m1(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -149,7 +155,9 @@ def _write(
             tensors |= encoded
         else:
             tensors[name] = weight
-    save_file(tensors, directory / "model.safetensors")
+    declared = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
+    for name, into in create_file(directory / "model.safetensors", declared).items():
+        into[...] = tensors[name]
     key = "quantization_config" if "quant_method" in settings else "quantization"  # MLX states no method
     config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: dict(settings)}
     (directory / "config.json").write_text(json.dumps(config))

@@ -36,7 +36,7 @@ from jaxvllm.model_name import DEMO_MODEL
 from tools.demo_corpus import EVALUATION_SEED, KINDS, Corpus
 
 PUBLISHED = (
-    *(("MXFP4 (MLX)", write_mxfp4), ("NVFP4 (MLX)", write_nvfp4), ("NF4 (bitsandbytes)", write_nf4)),
+    *(("MXFP4 (MLX)", write_mxfp4), ("NVFP4 (ModelOpt)", write_nvfp4), ("NF4 (bitsandbytes)", write_nf4)),
     ("AWQ's layout", write_awq),
 )
 LONGEST = 384  # tokens of a document

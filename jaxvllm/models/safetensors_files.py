@@ -23,7 +23,9 @@ _NAMES: Mapping[np.dtype, str] = {
     **{dtype: name for name, dtype in DTYPES.items()},
     np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
     np.dtype(np.int8): "I8",
+    np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
+    np.dtype(np.uint32): "U32",
     np.dtype(np.int64): "I64",
 }
 INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
