@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
@@ -155,8 +154,7 @@ def _write(
             tensors |= encoded
         else:
             tensors[name] = weight
-    declared = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-    for name, into in create_file(directory / "model.safetensors", declared).items():
+    for name, into in create_file(directory / "model.safetensors", tensors).items():
         into[...] = tensors[name]
     key = "quantization_config" if "quant_method" in settings else "quantization"  # MLX states no method
     config = json.loads((DEMO_MODEL / "config.json").read_text()) | {key: dict(settings)}

@@ -163,8 +163,8 @@ def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str]
     return files, file_of
 
 
-def create_file(path: Path, declared: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-    """Creates a safetensors file with these tensors, and returns them, still to be filled: what they hold is written.
+def create_file(path: Path, declared: Mapping[str, np.ndarray | jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """Creates a safetensors file with tensors like these, and returns them, still empty: what they hold is written.
 
     Tensors of large elements come first, so that each begins at a multiple of the size of its elements.
     """
