@@ -174,8 +174,8 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
         raise ValueError(f"{model} is a GGUF file: convert takes a directory, whose tokenizer it copies, too")
     config = read_config(model)
     spec = model_spec(config)
-    companions = _companions(model)
-    _check_empty(output, {file.name for file in companions})
+    copied_files = companions(model)
+    check_empty(output, {file.name for file in copied_files})
     if (model / TREE).is_dir():
         raise ValueError(f"{model} is an orbax tree already: any mesh can load it")
     name = config_dtype(config) if dtype == "auto" else dtype
@@ -183,7 +183,7 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     weights = StoredWeights.open(model, config, spec)
     # These come first, so that a directory that cannot be written to is found before minutes of reading weights.
     output.mkdir(parents=True, exist_ok=True)
-    for file in companions:
+    for file in copied_files:
         shutil.copyfile(file, output / file.name)
     parts = read_shards(weights.fill, Spread(spec), "separate", name, sharding_of)
     orbax_tree.save(output / TREE, assemble(Spread(spec), 0, "separate", name, sharding_of, parts, PLAIN_FORMS))
@@ -193,13 +193,13 @@ def convert(model: Path, output: Path, *, dtype: str, mesh: Mesh) -> None:
     (output / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _companions(model: Path) -> list[Path]:
+def companions(model: Path) -> list[Path]:
     """Returns the files that are copied unchanged."""
     found = {file for pattern in COPIED for file in model.glob(pattern) if file.is_file()}
     return sorted(found - {model / CONFIG, model / INDEX, model / MODELOPT})
 
 
-def _check_empty(output: Path, written: set[str]) -> None:
+def check_empty(output: Path, written: set[str]) -> None:
     """Raises ValueError when `output` is not empty. `written` has the names of the files that would be copied there."""
     found = {path.name for path in output.iterdir()} if output.is_dir() else set()
     if not found and (output.is_dir() or not output.exists()):

@@ -1,11 +1,13 @@
 """Opens the safetensors files of a directory, and maps their tensors. No other file is read, nothing is executed."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,6 +19,15 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
 
+_NAMES: Mapping[np.dtype, str] = {
+    **{dtype: name for name, dtype in DTYPES.items()},
+    np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.int64): "I64",
+}
 INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 
 
@@ -150,3 +161,24 @@ def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str]
         if not (directory / file).is_file():
             raise ValueError(f"{index} names the shard {file}, which is not there: download it again")
     return files, file_of
+
+
+def create_file(path: Path, declared: Mapping[str, np.ndarray | jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """Creates a safetensors file with tensors like these, and returns them, still empty: what they hold is written.
+
+    Tensors of large elements come first, so that each begins at a multiple of the size of its elements.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    end = 0
+    for name, one in sorted(declared.items(), key=lambda item: -item[1].dtype.itemsize):
+        size = math.prod(one.shape) * one.dtype.itemsize
+        header[name] = {"dtype": _NAMES[one.dtype], "shape": one.shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    mapped = np.memmap(path, np.uint8, mode="r+").view(np.ndarray)
+    offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in declared}
+    return {name: np.ndarray(one.shape, one.dtype, mapped, offsets[name]) for name, one in declared.items()}

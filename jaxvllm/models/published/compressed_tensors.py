@@ -10,8 +10,9 @@ from jaxvllm.models.declaration import Storage
 from jaxvllm.models.forms.code import E4M3, INT8, UINT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.encoding import FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
+from jaxvllm.models.published.encoding import EXPONENTS, FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
 from jaxvllm.models.published.fp8 import block_size
+from jaxvllm.models.published.mxfp4 import BLOCK, STORED_MXFP4, STORED_MXFP8, mxfp_part
 from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4, nvfp4_part
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
@@ -22,6 +23,8 @@ FORMATS = (
     "int-quantized",
     "pack-quantized",
     "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "mixed-precision",
     "dense",
 )
@@ -87,14 +90,18 @@ class CompressedTensors(Encoding):
         return scaled(stored(files.tensor(name, shape, {**FP8, **_BYTES})), scales, zeros)
 
     def _packed(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part:
-        """Returns the values of a matrix in NVFP4, or of integers u packed in words along a row, lowest bits first.
+        """Returns the values of a matrix in NVFP4 or MXFP4, or of integers u packed in words along a row.
 
-        Integers stand for (u - z) * scale, where z is the middle or is packed likewise, along the columns.
+        Lowest bits come first. Integers stand for (u - z) * scale, where z is the middle, or packed along the columns.
         """
         rows, columns = shape
         packed, zero_point, order = f"{name}_packed", f"{name}_zero_point", f"{name}_g_idx"
         header = files.header(packed)
         if header and header.dtype in BYTES:
+            scales_header = files.header(f"{name}_scale")
+            if scales_header and scales_header.dtype in EXPONENTS:
+                numbers = files.tensor(packed, (rows, columns // 2), BYTES)
+                return mxfp_part(files, numbers, f"{name}_scale", (rows, columns))
             return nvfp4_part(files, packed, f"{name}_scale", f"{name}_global_scale", (rows, columns), divides=True)
         widths: dict[tuple[int, ...], int] = {(rows, -(-columns * bits // 32)): bits for bits in PACKED_BITS}
         bits = widths.get(header.shape, PACKED_BITS[0]) if header else PACKED_BITS[0]
@@ -116,7 +123,9 @@ def _way(weights: HfConfig) -> StoredAs:
     size = weights.optional_integer("group_size", least=-1) if block is None else block[1]
     is_float = weights.values.get("type") == "float"
     if is_float and weights.values.get("num_bits") == 4:
-        return STORED_NVFP4
+        return STORED_NVFP4 if size == GROUP else STORED_MXFP4
+    if is_float and size == BLOCK and weights.values.get("scale_dtype") == "torch.uint8":
+        return STORED_MXFP8
     code = E4M3 if is_float else UINT4 if weights.values.get("num_bits") == 4 else INT8
     has_zeros = weights.values.get("symmetric") is False
     return StoredAs(code, size if size is not None and size > 0 else None, "bfloat16", has_zeros)
@@ -131,8 +140,8 @@ def _weights(group: Any) -> HfConfig:
         HfConfig(group).choice("format", "dense", FORMATS)
     settings = HfConfig(weights)
     kind = settings.choice("type", "int", ("int", "float"))
-    # Floating-point numbers of four bits in other groups (MXFP4) are not known.
-    known = PACKED_BITS if kind == "int" else (4, 8) if weights.get("group_size") == GROUP else (8,)
+    # Floating-point numbers of four bits have groups of 16 (NVFP4) or 32 (MXFP4).
+    known = PACKED_BITS if kind == "int" or weights.get("group_size") in (GROUP, BLOCK) else (8,)
     if settings.integer("num_bits", 8) not in known:
         raise ValueError(f"config num_bits of type {kind} must be {' or '.join(map(str, known))}, not {weights!r}")
     return settings

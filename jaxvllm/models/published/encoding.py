@@ -15,7 +15,9 @@ FP8: Mapping[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-SCALES: Mapping[str, np.dtype] = {**DTYPES, "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}
+# Byte e stands for 2 ** (e - 127). Some files call such bytes integers.
+EXPONENTS: Mapping[str, np.dtype] = dict.fromkeys(("F8_E8M0", "U8"), np.dtype(ml_dtypes.float8_e8m0fnu))
+SCALES: Mapping[str, np.dtype] = {**DTYPES, **EXPONENTS}
 WORDS: Mapping[str, np.dtype] = {"I32": np.dtype(np.int32)}
 
 

@@ -1,4 +1,4 @@
-"""MLX: integers of 2 to 8 bits, packed along the inputs, with a scale and a bias for each group of inputs."""
+"""MLX: integers of 2 to 8 bits with a scale and a bias for each group of inputs, MXFP4, MXFP8 and NVFP4."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,26 @@ from typing import Self
 
 import numpy as np
 
+from jaxvllm.models.declaration import Storage
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.encoding import Encoding
+from jaxvllm.models.published.encoding import FP8, Encoding
+from jaxvllm.models.published.mxfp4 import STORED_MXFP4, STORED_MXFP8, fp4_pairs, mxfp_part
+from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4
 from jaxvllm.models.published.parts import Part, added, bit_fields, by_group, integers, scaled, stored, unpacked
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
+# The bits, the groups, and how matrices are stored, of the modes other than affine.
+FLOATS: Mapping[str, tuple[int, int, StoredAs]] = {
+    "mxfp4": (4, 32, STORED_MXFP4),
+    "mxfp8": (8, 32, STORED_MXFP8),
+    "nvfp4": (4, 16, STORED_NVFP4),
+}
 _WORDS: Mapping[str, np.dtype] = {"U32": np.dtype(np.uint32)}
+_NUMBERS: Mapping[int, np.dtype] = {4: np.dtype(np.uint8), 8: FP8["F8_E4M3"]}  # how words of so many bits are read
+_OF_NVFP4: Mapping[str, np.dtype] = {"U8": FP8["F8_E4M3"]}
 
 
 @dataclass(frozen=True)
@@ -21,20 +33,33 @@ class Mlx(Encoding):
     """A matrix [out, in] is q * s + b, of q u32[out, in * bits / 32], the lowest bits first, and s and b [out, groups].
 
     The embedding and the LM head may be such matrices. Layers may have other bits and groups than the config states
-    for most: the shapes of the tensors say them as well. The layout is that of mlx-lm (`utils.py`).
+    for most: the shapes of the tensors say them as well. In modes other than affine q has floating-point numbers, s has
+    bytes, and there is no b. The layout is that of mlx-lm (`utils.py`) and of `mlx.core.quantize`.
+
+    first: how most layers are stored, if not as integers
     """
+
+    first: StoredAs | None = None
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
         """Reads the `quantization` of a config. Raises ValueError for bits, groups or a mode that are not known."""
         for layer in (settings.values, *(value for value in settings.values.values() if isinstance(value, dict))):
             of_layer = HfConfig(layer)
-            of_layer.choice("mode", "affine", ("affine",))
-            for key, default, known in (("bits", 4, BITS), ("group_size", 64, GROUPS)):
+            mode = of_layer.choice("mode", "affine", ("affine", *FLOATS))
+            bits, group, _ = FLOATS.get(mode, (4, 64, None))
+            for key, default, known in (
+                ("bits", bits, (bits,) if mode in FLOATS else BITS),
+                ("group_size", group, (group,) if mode in FLOATS else GROUPS),
+            ):
                 if of_layer.integer(key, default) not in known:
                     allowed = ", ".join(map(str, known))
-                    raise ValueError(f"config {key} of MLX must be one of {allowed}, not {layer[key]}")
-        return cls()
+                    raise ValueError(f"config {key} of MLX must be one of {allowed} in mode {mode}, not {layer[key]}")
+        found = FLOATS.get(str(settings.values.get("mode")))
+        return cls(None if found is None else found[2])
+
+    def usual(self, storage: Storage) -> StoredAs | None:
+        return self.first
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -55,6 +80,15 @@ class Mlx(Encoding):
         words = files.tensor(name, header.shape, _WORDS)
         base = name.removesuffix(".weight")
         scales = files.header(f"{base}.scales")
+        if scales is not None and scales.dtype in BYTES:
+            if bits not in _NUMBERS:
+                where = f"{files.where(name)}: tensor {name}"
+                raise ValueError(f"{where} has integers of {bits} bits, and scales of floating-point numbers of 4 or 8")
+            numbers = words.view(_NUMBERS[bits])
+            if bits == 4 and scales.shape == (rows, columns // GROUP):
+                found_scales = files.tensor(f"{base}.scales", scales.shape, _OF_NVFP4)
+                return scaled(unpacked(numbers, fp4_pairs()), by_group(stored(found_scales), (1, GROUP)))
+            return mxfp_part(files, numbers, f"{base}.scales", (rows, columns))
         grids: dict[tuple[int, ...], int] = {
             (rows, columns // group): group for group in GROUPS if columns % group == 0
         }

@@ -1,28 +1,28 @@
-"""MXFP4: floating-point numbers of four bits, 32 of which have one scale, a power of two (gpt-oss)."""
+"""MXFP4 and MXFP8: floating-point numbers of four or eight bits, 32 of which have one scale, a power of two."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-import ml_dtypes
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import FLOAT4
+from jaxvllm.models.forms.code import E4M3, FLOAT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.encoding import Encoding
+from jaxvllm.models.published.encoding import EXPONENTS, Encoding
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
 
 BLOCK = 32
 _BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
-_EXPONENTS = np.dtype(ml_dtypes.float8_e8m0fnu)  # byte e stands for 2 ** (e - 127)
+STORED_MXFP4 = StoredAs(FLOAT4, BLOCK, EXPONENTS["U8"].name)
+STORED_MXFP8 = StoredAs(E4M3, BLOCK, EXPONENTS["U8"].name)
 
 
 @dataclass(frozen=True)
 class Mxfp4(Encoding):
-    """A stack of matrices [X, in, out] is two tensors, which have the matrices [out, in].
+    """A stack of matrices [X, in, out] is two tensors, which have the matrices [out, in] (gpt-oss).
 
     Blocks u8[X, out, in / 32, 16] have two numbers in a byte, the lower four bits first, and scales u8[X, out, in / 32]
     their exponents.
@@ -34,7 +34,7 @@ class Mxfp4(Encoding):
         return cls()
 
     def usual(self, storage: Storage) -> StoredAs | None:
-        return StoredAs(FLOAT4, BLOCK, _EXPONENTS.name) if storage == "experts" else None
+        return STORED_MXFP4 if storage == "experts" else None
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -49,8 +49,21 @@ class Mxfp4(Encoding):
         if columns % BLOCK:
             raise ValueError(f"{files.where(blocks)}: {blocks} has blocks of {BLOCK}, and the config {columns} inputs")
         packed = files.tensor(blocks, (*grid, BLOCK // 2), _BYTES).reshape((X, rows, columns // 2), copy=False)
-        scales = files.tensor(f"{name}_scales", grid, _BYTES).view(_EXPONENTS)
+        scales = files.tensor(f"{name}_scales", grid, EXPONENTS)
         return turned(scaled(unpacked(packed, fp4_pairs()), by_group(stored(scales), (1, 1, BLOCK))))
+
+
+def mxfp_part(files: WeightFiles, numbers: np.ndarray, scales: str, shape: tuple[int, int]) -> Part:
+    """Returns the values of a matrix [out, in] of numbers with exponents for 32 of a row, which a tensor has.
+
+    numbers: u8[out, in / 2] of two numbers e2m1 in a byte, the lower four bits first, or e4m3[out, in]
+    """
+    rows, columns = shape
+    if columns % BLOCK:
+        raise ValueError(f"{files.where(scales)}: {scales} has groups of {BLOCK}, and the config {columns} inputs")
+    exponents = stored(files.tensor(scales, (rows, columns // BLOCK), EXPONENTS))
+    codes = unpacked(numbers, fp4_pairs()) if numbers.dtype == np.uint8 else stored(numbers)
+    return scaled(codes, by_group(exponents, (1, BLOCK)))
 
 
 def fp4_pairs() -> np.ndarray:

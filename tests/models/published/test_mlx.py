@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from jaxvllm.models.published import published_encoding, without_encoding
+from jaxvllm.models.published.mlx import FLOATS
+from jaxvllm.models.weight_names import Source
 from tests.models.fixture import Fixture
-from tests.models.published.written import by_block, check_model, check_values, encoded, resized, write_tensors
+from tests.models.published.test_mxfp4 import NUMBERS
+from tests.models.published.written import E4M3, by_block, check_model, check_values, encoded, resized, write_tensors
 
 NAME = "x_proj.weight"
 SETTINGS = {"group_size": 64, "bits": 4, "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 6}}
@@ -35,6 +38,68 @@ def test_every_element_is_an_integer_times_a_scale_plus_a_bias(bits: int, group:
     tensors, values = random_tensors(bits, group)
     # A layer may have other bits than the config states for most.
     check_values(encoded(write_tensors(tmp_path, tensors), SETTINGS), NAME, values)
+
+
+def made_by_mlx() -> dict[str, dict[str, np.ndarray]]:
+    """Matrices that MLX quantized, by mode, bits and group, and its own values of them (tools/make_mlx_fixtures.py)."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(Path(__file__).with_name("mlx_modes.npz")) as arrays:
+        for key, array in arrays.items():
+            name, _, part = key.rpartition(".")
+            found.setdefault(name, {})[part] = array
+    return found
+
+
+@pytest.mark.parametrize("name", made_by_mlx())
+def test_every_element_is_what_mlx_takes_it_for(name: str, tmp_path: Path) -> None:
+    arrays = made_by_mlx()[name]
+    values = arrays.pop("values")
+    mode, bits, group = name.split("-")
+    settings = {"mode": mode, "bits": int(bits), "group_size": int(group)}
+    tensors = encoded(write_tensors(tmp_path, {f"x_proj.{part}": array for part, array in arrays.items()}), settings)
+    if mode != "affine":
+        check_values(tensors, NAME, values)
+        return
+    ours = np.zeros_like(values)
+    tensors.fill(Source(NAME, values.shape, (0, 0), values.shape))(ours, (0, 0))
+    # MLX multiplies and adds with one rounding.
+    np.testing.assert_allclose(ours, values, rtol=1e-6, atol=1e-6 * np.abs(values).max())
+
+
+def floats(mode: str, rows: int, columns: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The stored tensors of a matrix of floating-point numbers, and its values."""
+    bits, group, _ = FLOATS[mode]
+    stream = np.random.default_rng(rows)
+    codes = stream.integers(0, 2**bits - 2, (rows, columns))
+    table = NUMBERS if bits == 4 else np.arange(256).astype(np.uint8).view(E4M3).astype(np.float32)
+    codes[codes == 127] = 0  # NaN
+    scales = stream.integers(100, 120, (rows, columns // group)).astype(np.uint8)
+    steps = scales.view(E4M3).astype(np.float32) if mode == "nvfp4" else 2.0 ** (scales.astype(np.float32) - 127)
+    values = table[codes] * by_block(steps, codes.shape, (1, group))
+    return {NAME: packed(codes, bits), "x_proj.scales": scales}, values.astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", FLOATS)
+def test_a_model_of_floating_point_numbers(mode: str, tmp_path: Path) -> None:
+    bits, group, stored = FLOATS[mode]
+    fixture = resized(Fixture.load("qwen3"), {48: 64, 100: 96}, hidden_size=64, intermediate_size=96)
+    settings = {"quantization": {"mode": mode, "bits": bits, "group_size": group}}
+    check_model(tmp_path, fixture, settings, lambda shape: floats(mode, *shape))
+    encoding = published_encoding(settings)
+    assert encoding is not None and encoding.usual("matrix") == stored
+    with pytest.raises(ValueError, match=f"bits of MLX must be one of {bits} in mode {mode}, not 6"):
+        published_encoding({"quantization": {"mode": mode, "bits": 6, "group_size": group}})
+
+
+def test_floating_point_numbers_that_are_misshapen(tmp_path: Path) -> None:
+    tensors, _ = floats("mxfp4", 6, 64)
+    settings = {"mode": "mxfp4", "bits": 4, "group_size": 32}
+    write_tensors(tmp_path, tensors | {"x_proj.scales": tensors["x_proj.scales"][:, 1:]})
+    with pytest.raises(ValueError, match="tensor x_proj.scales has shape"):
+        encoded(tmp_path, settings).check(NAME, (6, 64))
+    write_tensors(tmp_path, tensors | {NAME: tensors[NAME][:, :4]})
+    with pytest.raises(ValueError, match="has integers of 2 bits, and scales of floating-point numbers"):
+        encoded(tmp_path, settings).check(NAME, (6, 64))
 
 
 def test_the_config_states_it_under_one_name_or_two() -> None:

@@ -1,4 +1,4 @@
-"""Experts in MXFP4 mean what their blocks and exponents say."""
+"""Matrices in MXFP4 and MXFP8 mean what their numbers and exponents say."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,20 @@ import pytest
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms.few_bits import StoredAs
+from jaxvllm.models.published.mxfp4 import STORED_MXFP4, STORED_MXFP8
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.fixture import Fixture
-from tests.models.published.written import check_values, encoded, resized, write_model, write_tensors
+from tests.models.published.written import (
+    E4M3,
+    check_model,
+    check_values,
+    encoded,
+    resized,
+    write_model,
+    write_tensors,
+)
 
 NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -82,3 +92,41 @@ def test_blocks_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     tensors, _ = random_experts("down_proj", 2, 5, 64)
     with pytest.raises(ValueError, match="down_proj_blocks has blocks of 32, and the config 60 inputs"):
         encoded(write_tensors(tmp_path, tensors), SETTINGS).check("down_proj", (2, 60, 5))
+
+
+def compressed_settings(form: str, bits: int) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32}
+    weights["scale_dtype"] = "torch.uint8"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+MXFP4_PACKED = compressed_settings("mxfp4-pack-quantized", 4)
+MXFP8 = compressed_settings("mxfp8-quantized", 8)
+
+
+def mxfp(settings: dict[str, Any], rows: int, columns: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The stored tensors of a matrix in compressed-tensors, and its values."""
+    stream = np.random.default_rng(rows)
+    scales = stream.integers(115, 128, (rows, columns // 32)).astype(np.uint8)
+    if settings is MXFP8:
+        numbers = stream.normal(0, 9, (rows, columns)).astype(E4M3)
+        tensors, values = {"x_proj.weight": numbers}, numbers.astype(np.float32)
+    else:
+        codes = stream.integers(0, 16, (rows, columns)).astype(np.uint8)
+        tensors, values = {"x_proj.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4}, NUMBERS[codes]
+    steps = np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=1)
+    return tensors | {"x_proj.weight_scale": scales}, (values * steps).astype(np.float32)
+
+
+@pytest.mark.parametrize(("settings", "stored"), [(MXFP4_PACKED, STORED_MXFP4), (MXFP8, STORED_MXFP8)])
+def test_compressed_tensors(settings: dict[str, Any], stored: StoredAs, tmp_path: Path) -> None:
+    tensors, values = mxfp(settings, 21, 96)
+    check_values(encoded(write_tensors(tmp_path, tensors), settings), "x_proj.weight", values)
+    assert encoded(tmp_path, settings).encoding.usual("matrix") == stored
+    fixture = resized(Fixture.load("qwen3"), {48: 64, 100: 96}, hidden_size=64, intermediate_size=96)
+    quantized = {"quantization_config": settings}
+    check_model(tmp_path, fixture, quantized, lambda shape: mxfp(settings, *shape), of="_proj")
+    write_tensors(tmp_path, tensors | {"x_proj.weight_scale": tensors["x_proj.weight_scale"][:, 1:]})
+    with pytest.raises(ValueError, match="x_proj.weight_scale has shape"):
+        encoded(tmp_path, settings).check("x_proj.weight", (21, 96))

@@ -31,8 +31,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
+from tests.models.published.test_mxfp4 import MXFP4_PACKED, MXFP8, gpt_oss, mxfp, random_experts
 from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
-from tests.models.published.test_mxfp4 import gpt_oss, random_experts
 from tests.models.published.test_packed_integers import compressed, packed, random_codes
 from tests.models.published.written import fp8_checkpoint, resized, write_model
 
@@ -161,6 +161,19 @@ def test_codes_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
         nodes = jax.tree.leaves(params["layers"], is_leaf=lambda node: isinstance(node, Matrix))
         assert {node.form.code for node in nodes if isinstance(node, Matrix)} == {code}
         chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size, layout=layout)))
+
+
+@pytest.mark.parametrize(("settings", "code"), [(MXFP4_PACKED, FLOAT4), (MXFP8, E4M3)])
+def test_numbers_with_exponents_are_kept(settings: dict[str, Any], code: Code, tmp_path: Path) -> None:
+    def parts(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+        return {name.removeprefix("x_proj."): array for name, array in mxfp(settings, *shape)[0].items()}
+
+    fixture = resized(Fixture.load("qwen3"), {100: 96, 48: 64}, hidden_size=64, intermediate_size=96)
+    path = of_projections(tmp_path, fixture, settings, parts)
+    params = load(path)
+    assert kept(params) == {"qkv", "o", "gate_up", "down"}
+    assert {params["layers"][0][name].form.code for name in kept(params)} == {code}
+    chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
 
 
 # Latent attention, and experts; on so many devices that they have parts of blocks, and copies of heads. Six heads on
