@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 # The names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks.
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
+All2AllBackend = Literal["allgather_reducescatter", "ragged_all_to_all"]
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
@@ -57,6 +58,9 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
     # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
     enable_expert_parallel: bool = False
+    # How tokens come to the experts that replicas share, and back: every device gathers all of them, or each is sent where
+    # it is wanted. None: what sends fewer bytes, by docs/scaling.md, on TPUs, and the first on other devices.
+    all2all_backend: All2AllBackend | None = None
     enable_eplb: bool = False  # experts move between devices while the engine serves, by how many tokens choose them
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
@@ -137,6 +141,11 @@ class EngineConfig:
             raise ValueError(
                 f"quantization must be one of {', '.join(get_args(Quantization))} or None, not {self.quantization!r}: "
                 "quantized checkpoints are recognized by their config.json, and these are made of any checkpoint"
+            )
+        if self.all2all_backend not in (None, *get_args(All2AllBackend)):
+            raise ValueError(
+                f"all2all_backend must be one of {', '.join(get_args(All2AllBackend))} or None, "
+                f"not {self.all2all_backend!r}"
             )
         overrides = json_object("hf_overrides", self.hf_overrides)
         object.__setattr__(self, "hf_overrides", json.dumps(overrides))
@@ -222,6 +231,13 @@ class EngineConfig:
     def shares_experts(self) -> bool:
         """Whether the replicas of the mesh share experts, and compute their steps together."""
         return self.enable_expert_parallel and self.mesh_shape.data > 1
+
+    def all_to_all(self, platform: str) -> bool | None:
+        """Returns whether tokens are sent only to devices with their experts; None: where that sends less."""
+        if self.all2all_backend is None:
+            # XLA has no ragged all-to-all for CPUs. Between eight B200 it reached 2% of the links (openxla/xla#33386).
+            return None if platform == "tpu" else False
+        return self.all2all_backend == "ragged_all_to_all"
 
     @property
     def counts_loads(self) -> bool:

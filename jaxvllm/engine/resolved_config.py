@@ -55,7 +55,7 @@ class ResolvedConfig:
         spec = model_spec(read, config.max_model_len)
         if config.enable_expert_parallel:
             num_redundant = None if config.eplb is None else config.eplb.num_redundant_experts
-            spec = by_expert(spec, num_redundant, config.mesh_shape.data)
+            spec = by_expert(spec, num_redundant, config.mesh_shape.data, config.all_to_all(platform))
         if config.count_expert_loads and not num_experts(spec):
             raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
         dtype = _dtype(config, read, platform)
