@@ -58,8 +58,8 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
     # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
     enable_expert_parallel: bool = False
-    # How tokens come to the experts that replicas share, and back: every device gathers all of them, or each is sent where
-    # it is wanted. None: what sends fewer bytes, by docs/scaling.md, on TPUs, and the first on other devices.
+    # How tokens come to the experts that replicas share: every device gathers all of them, or each is sent where it is
+    # wanted. None: on TPUs what sends less, by docs/scaling.md, and the first on other devices.
     all2all_backend: All2AllBackend | None = None
     enable_eplb: bool = False  # experts move between devices while the engine serves, by how many tokens choose them
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
@@ -232,12 +232,10 @@ class EngineConfig:
         """Whether the replicas of the mesh share experts, and compute their steps together."""
         return self.enable_expert_parallel and self.mesh_shape.data > 1
 
-    def all_to_all(self, platform: str) -> bool | None:
-        """Returns whether tokens are sent only to devices with their experts; None: where that sends less."""
-        if self.all2all_backend is None:
-            # XLA has no ragged all-to-all for CPUs. Between eight B200 it reached 2% of the links (openxla/xla#33386).
-            return None if platform == "tpu" else False
-        return self.all2all_backend == "ragged_all_to_all"
+    @property
+    def all_to_all(self) -> bool | None:
+        """Whether tokens are sent only to devices that have their experts; None: the engine chooses."""
+        return None if self.all2all_backend is None else self.all2all_backend == "ragged_all_to_all"
 
     @property
     def counts_loads(self) -> bool:

@@ -3,6 +3,7 @@
 Two ways have the same result: every device gets the tokens of all replicas, or each token goes where it is wanted.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,20 +172,47 @@ def _ranks(keys: jax.Array) -> jax.Array:
 
 
 def sent_by_gather(num_replicas: int, size: int) -> float:
-    """Returns how much each device sends in a layer of experts, in the hidden states of one replica's tokens.
+    """Returns how much each device puts on its links in a layer of experts, in hidden states of a replica's tokens.
 
-    It is an all-gather, a reduce-scatter, and an all-reduce over the `size` devices of a replica.
+    It is an all-gather, a reduce-scatter, and an all-reduce over the `size` devices of a replica, which are the same on
+    a ring, a torus and a switch.
     """
     return 2 * (num_replicas - 1) + 2 * (size - 1) / size
 
 
-def sent_by_all_to_all(num_replicas: int, size: int, top_k: int, has_shared: bool) -> float:
+def sent_by_all_to_all(num_replicas: int, size: int, top_k: int, has_shared: bool, hops: float = 1.0) -> float:
     """Returns the same for the all-to-all, if each expert is as likely as the others to be chosen.
 
     A token goes to each of the other devices that has one of its experts, and what each of these experts returns comes
     back. Then the devices of a replica gather its sums. An FFN beside the experts has an all-reduce of its own.
+    hops: the links between two devices, on average. A switch is one.
     """
     num_devices = num_replicas * size
     others = 1 - 1 / num_devices
     sent = (num_devices - 1) * (1 - others**top_k) + top_k * others
-    return sent / size + (3 if has_shared else 1) * (size - 1) / size
+    return sent * hops / size + (3 if has_shared else 1) * (size - 1) / size
+
+
+def torus_hops(num_devices: int) -> float:
+    """Returns the links between two of the devices of a square torus, on average."""
+    return math.sqrt(num_devices) / 2 * num_devices / (num_devices - 1)
+
+
+@dataclass(frozen=True)
+class ExchangeChoice:
+    """Chooses how tokens come to the experts that replicas share, unless `all_to_all` says it."""
+
+    platform: str  # JAX's name for that of the devices
+    size: int  # devices of each replica
+    all_to_all: bool | None = None  # None: what sends less, where the all-to-all is known to use the links
+
+    def sends_apart(self, num_replicas: int, top_k: int, has_shared: bool) -> bool:
+        """Returns whether a token is sent only to devices that have experts of it."""
+        if num_replicas == 1 or self.all_to_all is not None:
+            return num_replicas > 1 and bool(self.all_to_all)
+        if self.platform != "tpu":
+            # XLA has none for CPUs. Between the GPUs of one machine it reached 2% of the links (openxla/xla#33386).
+            return False
+        hops = torus_hops(num_replicas * self.size)
+        sent = sent_by_all_to_all(num_replicas, self.size, top_k, has_shared, hops)
+        return sent < sent_by_gather(num_replicas, self.size)

@@ -17,10 +17,9 @@ from jaxvllm.models.expert_exchange import (
     NOWHERE,
     AllToAllExchange,
     Choices,
+    ExchangeChoice,
     ExpertExchange,
     GatherExchange,
-    sent_by_all_to_all,
-    sent_by_gather,
 )
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.ffn import ChoosingFfn, Ffn, GatedFfn
@@ -66,8 +65,7 @@ class ExpertsFfn(ChoosingFfn):
     is_by_expert: bool = False
     num_redundant: int | None = None  # slots beyond one for each expert; None: an expert stays where it was loaded
     num_replicas: int = 1  # of the rest of the model, that share the experts
-    # Whether replicas that share experts send each token only where it is wanted; None: where that sends less.
-    all_to_all: bool | None = False
+    sends_apart: bool = False  # replicas that share experts send each token only to devices that have some of its own
     num_shards: int = 1  # devices that have a part of it
     most_copies: int | None = None  # of an expert in slots; None: the arrays are those of a checkpoint, without slots
 
@@ -230,15 +228,6 @@ class ExpertsFfn(ChoosingFfn):
         first = self._first_held(axis) if self.is_by_expert else 0
         return GatherExchange(replicas, axis, first, self.num_held, self.has_slots)
 
-    @property
-    def sends_apart(self) -> bool:
-        """Whether a token is sent only to the devices that have experts of it, which needs replicas that share them."""
-        if self.num_replicas == 1 or self.all_to_all is not None:
-            return self.num_replicas > 1 and bool(self.all_to_all)
-        size = self.num_shards // self.num_replicas
-        sent = sent_by_all_to_all(self.num_replicas, size, self.router.top_k, self.has_shared)
-        return sent < sent_by_gather(self.num_replicas, size)
-
     def _first_held(self, axis: ModelAxis) -> jax.Array | int:
         """Returns the first expert, or slot, of which this device has matrices."""
         return ReplicaAxis(self.num_replicas).first(axis.size * self.num_held) + axis.first(self.num_held)
@@ -291,12 +280,15 @@ def replicas_of(spec: ModelSpec) -> int:
 
 
 def by_expert(
-    spec: ModelSpec, num_redundant: int | None = None, num_replicas: int = 1, all_to_all: bool | None = False
+    spec: ModelSpec,
+    num_redundant: int | None = None,
+    num_replicas: int = 1,
+    exchange: ExchangeChoice | None = None,
 ) -> ModelSpec:
     """Returns the spec whose devices have some experts whole, instead of a part of each.
 
     With `num_redundant` they are in slots, so many more than there are experts, and may move. With `num_replicas` so
-    many replicas share them, and `all_to_all` says how tokens come to them, as in `ExpertsFfn`.
+    many replicas share them, and `exchange` chooses how tokens come to them; None: all devices gather them.
     Raises ValueError for a model without experts.
     """
     ffns = [ffn for layer in spec.layers for ffn in (layer.ffn, layer.late) if isinstance(ffn, ExpertsFfn)]
@@ -308,8 +300,9 @@ def by_expert(
     def of[Kind: Ffn | None](ffn: Kind) -> Kind:
         if not isinstance(ffn, ExpertsFfn):
             return ffn
+        apart = exchange is not None and exchange.sends_apart(num_replicas, ffn.router.top_k, ffn.has_shared)
         return replace(
-            ffn, is_by_expert=True, num_redundant=num_redundant, num_replicas=num_replicas, all_to_all=all_to_all
+            ffn, is_by_expert=True, num_redundant=num_redundant, num_replicas=num_replicas, sends_apart=apart
         )
 
     return replace(spec, layers=tuple(replace(layer, ffn=of(layer.ffn), late=of(layer.late)) for layer in spec.layers))

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from jaxvllm.models.expert_exchange import sent_by_all_to_all, sent_by_gather
+from jaxvllm.models.expert_exchange import ExchangeChoice, sent_by_all_to_all, sent_by_gather, torus_hops
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import SLOTS, ExpertsFfn
-from jaxvllm.models.ffn import GatedFfn
 from jaxvllm.models.layer_input import LayerInput
 from sharding.axis import ModelAxis
 from sharding.mesh import MeshShape
@@ -51,7 +50,7 @@ def on(mesh_name: str, *, all_to_all: bool, has_slots: bool = False) -> Callable
     """A program for what experts return for the tokens of all replicas, [device of its replica, token, HIDDEN]."""
     shape = MeshShape.parse(mesh_name)
     router = ExpertRouter(HIDDEN, NUM_EXPERTS, TOP_K)
-    whole = ExpertsFfn(HIDDEN, INNER, router, is_by_expert=True, num_replicas=shape.data, all_to_all=all_to_all)
+    whole = ExpertsFfn(HIDDEN, INNER, router, is_by_expert=True, num_replicas=shape.data, sends_apart=all_to_all)
     ffn = replace(whole, num_redundant=2 if has_slots else None).spread(shape.model).shard(shape.model)
     axis = ModelAxis(shape.model)
 
@@ -105,6 +104,7 @@ COUNTS = RANDOM.uniform(size=(len(STATES), TOP_K)).astype(np.float32)
 @given(chosen=ANY, is_real=REAL)
 @example(chosen=ALL_TO_THE_FIRST, is_real=np.ones(len(STATES), bool))
 @example(chosen=ALL_TO_THE_FIRST[:, ::-1] + 5, is_real=np.ones(len(STATES), bool))
+@example(chosen=ALL_TO_THE_FIRST * 2, is_real=np.ones(len(STATES), bool))  # each goes to three of 2x2
 @example(chosen=ALL_TO_THE_FIRST, is_real=np.zeros(len(STATES), bool))
 @example(chosen=ALL_TO_THE_FIRST, is_real=np.arange(len(STATES)) >= TOKENS)  # one replica is idle
 @settings(max_examples=12, deadline=None)
@@ -117,30 +117,34 @@ def test_every_way_returns_what_the_experts_do(
         np.testing.assert_allclose(out, expected(chosen, COUNTS, is_real)[:num_tokens], rtol=1e-5, atol=1e-5)
 
 
-# Eight experts of each token, as in DeepSeek V3; the table of docs/scaling.md.
+# Eight experts of each token, as in DeepSeek V3: the table of docs/scaling.md.
 @pytest.mark.parametrize(
-    ("mesh", "gather", "alone", "beside"),
+    ("mesh", "gather", "switch", "torus"),
     [
-        ("2x1", 2.0, 5.0, 5.0),
-        ("2x4", 3.5, 3.6, 5.1),
-        ("4x2", 7.0, 6.3, 7.3),
-        ("8x1", 14.0, 11.6, 11.6),
-        ("4x4", 7.5, 4.1, 5.6),
-        ("16x1", 30.0, 13.5, 13.5),
-        ("8x8", 15.75, 2.8, 4.5),
-        ("32x1", 62.0, 14.7, 14.7),
+        ("2x1", 2.0, 5.0, 7.1),
+        ("2x4", 3.5, 3.6, 5.4),
+        ("4x2", 7.0, 6.3, 9.9),
+        ("8x1", 14.0, 11.6, 18.7),
+        ("4x4", 7.5, 4.1, 8.0),
+        ("16x1", 30.0, 13.5, 28.9),
+        ("8x8", 15.75, 2.8, 8.7),
+        ("32x1", 62.0, 14.7, 42.9),
+        ("64x1", 126.0, 15.3, 62.3),
     ],
 )
-def test_what_each_way_sends(mesh: str, gather: float, alone: float, beside: float) -> None:
-    shape = MeshShape.parse(mesh)
-    sizes = shape.data, shape.model
-    assert sent_by_gather(*sizes) == gather
-    assert sent_by_all_to_all(*sizes, 8, has_shared=False) == pytest.approx(alone, abs=0.05)
-    assert sent_by_all_to_all(*sizes, 8, has_shared=True) == pytest.approx(beside, abs=0.05)
-    router = ExpertRouter(HIDDEN, 256, 8)
-    ffn = ExpertsFfn(HIDDEN, INNER, router, is_by_expert=True, num_replicas=shape.data, all_to_all=None)
-    assert ffn.shard(shape.model).sends_apart == (alone < gather)
-    with_shared = replace(ffn, shared=GatedFfn(HIDDEN, INNER * shape.model)).shard(shape.model)
-    assert with_shared.sends_apart == (beside < gather)
-    assert replace(ffn, all_to_all=True).shard(shape.model).sends_apart
-    assert not replace(ffn, all_to_all=False).shard(shape.model).sends_apart
+def test_the_way_that_sends_less_is_chosen_on_tpus(mesh: str, gather: float, switch: float, torus: float) -> None:
+    replicas, size = MeshShape.parse(mesh).data, MeshShape.parse(mesh).model
+    hops = torus_hops(replicas * size)
+    assert sent_by_gather(replicas, size) == gather
+    assert sent_by_all_to_all(replicas, size, 8, has_shared=False) == pytest.approx(switch, abs=0.05)
+    assert sent_by_all_to_all(replicas, size, 8, False, hops) == pytest.approx(torus, abs=0.05)
+    assert ExchangeChoice("tpu", size).sends_apart(replicas, 8, False) == (torus < gather)
+    assert not ExchangeChoice("gpu", size).sends_apart(replicas, 8, False)
+    assert ExchangeChoice("cpu", size, all_to_all=True).sends_apart(replicas, 8, True)
+    assert not ExchangeChoice("tpu", size, all_to_all=False).sends_apart(replicas, 8, False)
+    assert not ExchangeChoice("tpu", size, all_to_all=True).sends_apart(1, 8, False)
+
+
+def test_what_is_beside_the_experts_has_a_sum_of_its_own() -> None:
+    assert sent_by_all_to_all(4, 4, 8, True) - sent_by_all_to_all(4, 4, 8, False) == pytest.approx(1.5)
+    assert ExchangeChoice("tpu", 8).sends_apart(4, 8, False) and not ExchangeChoice("tpu", 8).sends_apart(4, 8, True)
