@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 # The names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks.
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
+All2AllBackend = Literal["allgather_reducescatter", "ragged_all_to_all"]
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
@@ -57,6 +58,9 @@ class EngineConfig:
     quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
     # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
     enable_expert_parallel: bool = False
+    # How tokens come to the experts that replicas share: every device gathers all of them, or each is sent where it is
+    # wanted. None: on TPUs what sends less, by docs/scaling.md, and the first on other devices.
+    all2all_backend: All2AllBackend | None = None
     enable_eplb: bool = False  # experts move between devices while the engine serves, by how many tokens choose them
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
@@ -138,6 +142,11 @@ class EngineConfig:
                 f"quantization must be one of {', '.join(get_args(Quantization))} or None, not {self.quantization!r}: "
                 "quantized checkpoints are recognized by their config.json, and these are made of any checkpoint"
             )
+        if self.all2all_backend not in (None, *get_args(All2AllBackend)):
+            raise ValueError(
+                f"all2all_backend must be one of {', '.join(get_args(All2AllBackend))} or None, "
+                f"not {self.all2all_backend!r}"
+            )
         overrides = json_object("hf_overrides", self.hf_overrides)
         object.__setattr__(self, "hf_overrides", json.dumps(overrides))
         object.__setattr__(self, "override_generation_config", checked_override(self.override_generation_config))
@@ -217,6 +226,11 @@ class EngineConfig:
     def shares_experts(self) -> bool:
         """Whether the replicas of the mesh share experts, and compute their steps together."""
         return self.enable_expert_parallel and self.mesh_shape.data > 1
+
+    @property
+    def all_to_all(self) -> bool | None:
+        """Whether tokens are sent only to devices that have their experts; None: the engine chooses."""
+        return None if self.all2all_backend is None else self.all2all_backend == "ragged_all_to_all"
 
     @property
     def counts_loads(self) -> bool:

@@ -64,6 +64,12 @@ VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
     "load_format": {"hf|safetensors|gguf|fastsafetensors|instanttensor|runai_streamer": "auto"},
     "attention_backend": {"[A-Z0-9_]+": "auto"},  # the names of vLLM's kernels
     "max_model_len": {"auto|-1": None},
+    "all2all_backend": {
+        "naive|pplx": "allgather_reducescatter",  # as in vLLM, which has removed them
+        # Kernels that send each token to the devices of its experts.
+        "(deepep|mori|flashinfer)_[a-z0-9_]+|moonep|nixl_ep": "ragged_all_to_all",
+        "passthrough": None,
+    },
     "quantization": {
         "none|null": None,
         "int8|int8_per_channel_weight_only": "int8",
@@ -137,7 +143,7 @@ OPTIONS: Mapping[str, Option] = {
     "cudagraph_capture_sizes": Unneeded(_COMPILED, "values"),
     **_each(
         Unneeded(_KERNELS),
-        "kernel_config attention_config moe_backend linear_backend all2all_backend sparse_indexer_topk_backend "
+        "kernel_config attention_config moe_backend linear_backend sparse_indexer_topk_backend "
         "ir_op_priority mamba_backend gdn_prefill_backend kda_prefill_backend kda_decode_backend dcp_comm_backend "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_tp_mode",
     ),

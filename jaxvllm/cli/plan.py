@@ -27,6 +27,7 @@ _PLANNED = (
     "memory_utilization",
     "quantization",
     "enable_expert_parallel",
+    "all2all_backend",
     "enable_eplb",
     "eplb_config",
 )

@@ -11,6 +11,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.models import checkpoint
+from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, num_experts
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
@@ -55,7 +56,8 @@ class ResolvedConfig:
         spec = model_spec(read, config.max_model_len)
         if config.enable_expert_parallel:
             num_redundant = None if config.eplb is None else config.eplb.num_redundant_experts
-            spec = by_expert(spec, num_redundant, config.mesh_shape.data)
+            exchange = ExchangeChoice(platform, config.mesh_shape.model, config.all_to_all)
+            spec = by_expert(spec, num_redundant, config.mesh_shape.data, exchange)
         if config.count_expert_loads and not num_experts(spec):
             raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
         dtype = _dtype(config, read, platform)

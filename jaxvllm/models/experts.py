@@ -13,6 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.expert_exchange import (
+    NOWHERE,
+    AllToAllExchange,
+    Choices,
+    ExchangeChoice,
+    ExpertExchange,
+    GatherExchange,
+)
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.ffn import ChoosingFfn, Ffn, GatedFfn
 from jaxvllm.models.forms.form import Gating
@@ -23,6 +31,7 @@ from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
 from sharding.axis import ALONE, ModelAxis, ReplicaAxis
+from sharding.whole_mesh import WholeMesh
 
 _SHARED = "shared_"  # before the names of the arrays of the shared expert
 # The array that says where experts are, i32[experts, most copies]: their slots, and -1 after the last copy.
@@ -36,8 +45,8 @@ class ExpertsFfn(ChoosingFfn):
     A device has a part of each expert or, with `is_by_expert`, some experts whole: then it computes the rows that have
     chosen one of these. Either way its output is its part of a sum, to which all devices contribute once.
 
-    With `num_replicas`, so many replicas share the experts: each device of all of them has some. The tokens of all
-    replicas come to every device, and what the experts return of a replica's own tokens comes back.
+    With `num_replicas`, so many replicas share the experts: each device of all of them has some. An `ExpertExchange`
+    brings tokens to devices that have their experts, and what these return of a replica's own tokens comes back.
 
     With `num_redundant`, experts are in slots, of which there are so many more than experts. The array `SLOTS` says
     which slots have copies of an expert, and may change from step to step. No bit of the output depends on it.
@@ -56,6 +65,7 @@ class ExpertsFfn(ChoosingFfn):
     is_by_expert: bool = False
     num_redundant: int | None = None  # slots beyond one for each expert; None: an expert stays where it was loaded
     num_replicas: int = 1  # of the rest of the model, that share the experts
+    sends_apart: bool = False  # replicas that share experts send each token only to devices that have some of its own
     num_shards: int = 1  # devices that have a part of it
     most_copies: int | None = None  # of an expert in slots; None: the arrays are those of a checkpoint, without slots
 
@@ -64,6 +74,11 @@ class ExpertsFfn(ChoosingFfn):
         assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
         assert self.num_redundant is None or self.is_by_expert, "only whole experts have slots"
         assert self.num_replicas == 1 or self.is_by_expert, "only whole experts are shared by replicas"
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether there is an FFN beside the experts, through which every token goes."""
+        return self.shared is not None
 
     @property
     def has_slots(self) -> bool:
@@ -175,51 +190,51 @@ class ExpertsFfn(ChoosingFfn):
     def _axes_of_sums(self, axis: ModelAxis) -> tuple[ModelAxis, ModelAxis]:
         """Returns the axis over which what stands beside the experts is summed alone, and that of the sum of all.
 
-        Experts in slots are summed over all devices already.
+        Experts in slots, and those to which each token is sent apart, are summed over all devices already.
         """
-        return (axis, ALONE) if self.has_slots else (ALONE, axis)
+        return (axis, ALONE) if self.has_slots or self.sends_apart else (ALONE, axis)
 
     def _chosen(
         self, weights: Mapping[str, Any], x: jax.Array, chosen: jax.Array, counts: jax.Array, given: LayerInput
     ) -> jax.Array:
         """Returns this device's part of what the chosen experts return for x [T, E], without the shared one.
 
-        Where experts are in slots it is all of it. Where replicas share the experts, it is the part of the devices that
-        have this one's place in their replicas.
+        Where experts are in slots, or each token is sent apart, it is all of it. Where replicas gather tokens, it is
+        the part of the devices that have this one's place in their replicas.
         """
-        replicas = ReplicaAxis(self.num_replicas)
-        is_real = given.is_real
-        if self.num_replicas > 1:
-            assert is_real is not None, "a step knows its padding"
-            x, chosen, counts, is_real = _of_all(replicas, x, chosen, counts, is_real)
-        num_tokens, each = chosen.shape
-        held = _slots_of(weights[SLOTS], chosen) if self.has_slots else chosen
-        own = held - self._first_held(given.axis, replicas) if self.is_by_expert else held
+        exchange = self._exchange(given.axis)
+        choices = exchange.of_all(Choices(chosen, counts, given.is_real))
+        num_tokens, each = choices.experts.shape
+        held = _slots_of(weights[SLOTS], choices.experts) if self.has_slots else choices.experts
+        if choices.is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
+            held = jnp.where(choices.is_real[:, None], held, NOWHERE)
+        own = held - self._first_held(given.axis) if self.is_by_expert else held
         is_here = (own >= 0) & (own < self.num_held)
-        if is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
-            is_here &= is_real[:, None]
-        # Rows of experts that are elsewhere come last, and are not computed.
+        # Rows of experts that are elsewhere come last, and are not computed. A token has no expert twice.
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
-        order = jnp.argsort(expert, stable=True)
+        order = jnp.argsort(expert, stable=True)[: num_tokens * min(each, self.num_held)]
         # The rows before each expert. A search among sorted rows is a loop, and took 15 us a layer (CPU, 16 tokens).
         starts = (expert < jnp.arange(self.num_held + 1)[:, None]).sum(1, dtype=jnp.int32)
-        rows = x[order // each]
+        rows = exchange.states(x, held, order // each)
         if self.weighs_input:
-            rows = rows * counts.reshape(-1)[order][:, None].astype(x.dtype)
+            rows = rows * choices.counts.reshape(-1)[order][:, None].astype(x.dtype)
         h = self._inner(weights, rows, starts)
         y = project_grouped(h, weights["experts_down"], starts)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)))
-        # Each token adds up its experts in the order of its choice, whoever else is in the step.
-        of_tokens = y[place].reshape(num_tokens, each, -1)
-        counted = of_tokens.astype(jnp.float32) * (1 if self.weighs_input else counts[..., None])
-        counted = jnp.where(is_here[..., None], counted, 0)
-        if self.has_slots:
-            return given.axis.sum_terms(counted, replicas).astype(x.dtype)
-        return replicas.own_sum(counted.sum(1).astype(x.dtype))
+        places = jnp.zeros_like(expert).at[order].set(jnp.arange(len(order), dtype=expert.dtype))
+        factors = jnp.ones_like(choices.counts) if self.weighs_input else choices.counts
+        return exchange.sums(y, places, held, factors)[: len(x)]
 
-    def _first_held(self, axis: ModelAxis, replicas: ReplicaAxis) -> jax.Array | int:
+    def _exchange(self, axis: ModelAxis) -> ExpertExchange:
+        """Returns the way of tokens to experts and back."""
+        replicas = ReplicaAxis(self.num_replicas)
+        if self.sends_apart:
+            return AllToAllExchange(WholeMesh(replicas, axis), self.num_held)
+        first = self._first_held(axis) if self.is_by_expert else 0
+        return GatherExchange(replicas, axis, first, self.num_held, self.has_slots)
+
+    def _first_held(self, axis: ModelAxis) -> jax.Array | int:
         """Returns the first expert, or slot, of which this device has matrices."""
-        return replicas.first(axis.size * self.num_held) + axis.first(self.num_held)
+        return ReplicaAxis(self.num_replicas).first(axis.size * self.num_held) + axis.first(self.num_held)
 
     def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
         """Returns the inner features of rows that are sorted by expert."""
@@ -237,22 +252,6 @@ class ExpertsFfn(ChoosingFfn):
         if not self.is_shared_gated:
             return out
         return out * jax.nn.sigmoid(self.shared_gate.apply(weights, "shared_gate", x))
-
-
-def _of_all(
-    replicas: ReplicaAxis, x: jax.Array, chosen: jax.Array, counts: jax.Array, is_real: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the tokens of all replicas, their experts, what these count, and which tokens are none of padding.
-
-    There are two all-gathers: one of the hidden states, and a small one of all the rest.
-    """
-    each = chosen.shape[1]
-    words = jnp.concatenate(
-        [chosen, jax.lax.bitcast_convert_type(counts, jnp.int32), is_real[:, None].astype(jnp.int32)], axis=1
-    )
-    words = replicas.gather(words)
-    counts = jax.lax.bitcast_convert_type(words[:, each : 2 * each], jnp.float32)
-    return replicas.gather(x), words[:, :each], counts, words[:, -1] != 0
 
 
 def first_slots(num_experts: int, most_copies: int) -> np.ndarray:
@@ -284,11 +283,16 @@ def replicas_of(spec: ModelSpec) -> int:
     return max((ffn.num_replicas for ffn in ffns if isinstance(ffn, ExpertsFfn)), default=1)
 
 
-def by_expert(spec: ModelSpec, num_redundant: int | None = None, num_replicas: int = 1) -> ModelSpec:
+def by_expert(
+    spec: ModelSpec,
+    num_redundant: int | None = None,
+    num_replicas: int = 1,
+    exchange: ExchangeChoice | None = None,
+) -> ModelSpec:
     """Returns the spec whose devices have some experts whole, instead of a part of each.
 
     With `num_redundant` they are in slots, so many more than there are experts, and may move. With `num_replicas` so
-    many replicas share them.
+    many replicas share them, and `exchange` chooses how tokens come to them; None: all devices gather them.
     Raises ValueError for a model without experts.
     """
     ffns = [ffn for layer in spec.layers for ffn in (layer.ffn, layer.late) if isinstance(ffn, ExpertsFfn)]
@@ -300,6 +304,9 @@ def by_expert(spec: ModelSpec, num_redundant: int | None = None, num_replicas: i
     def of[Kind: Ffn | None](ffn: Kind) -> Kind:
         if not isinstance(ffn, ExpertsFfn):
             return ffn
-        return replace(ffn, is_by_expert=True, num_redundant=num_redundant, num_replicas=num_replicas)
+        apart = exchange is not None and exchange.sends_apart(num_replicas, ffn.router.top_k, ffn.has_shared)
+        return replace(
+            ffn, is_by_expert=True, num_redundant=num_redundant, num_replicas=num_replicas, sends_apart=apart
+        )
 
     return replace(spec, layers=tuple(replace(layer, ffn=of(layer.ffn), late=of(layer.late)) for layer in spec.layers))

@@ -31,6 +31,10 @@ class PlainExpertsFfn(ExpertsFfn):
         assert self.shared is None, "the FFN beside these experts has no gate, either"
 
     @property
+    def has_shared(self) -> bool:
+        return self.beside is not None
+
+    @property
     def _width(self) -> int:
         """The size of what experts read and return."""
         return self.hidden_size if self.latent_size is None else self.latent_size

@@ -12,6 +12,7 @@ from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
@@ -50,6 +51,7 @@ class Deployment:
     quantization: str | None = None
     enable_expert_parallel: bool = False
     num_redundant_experts: int | None = None  # slots beyond one for each expert; None: experts do not move
+    all_to_all: bool | None = None  # how tokens come to the experts that replicas share, as in `ExchangeChoice`
 
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
@@ -75,6 +77,7 @@ class Deployment:
             quantization=resolved.quantization,
             enable_expert_parallel=config.enable_expert_parallel,
             num_redundant_experts=None if config.eplb is None else config.eplb.num_redundant_experts,
+            all_to_all=config.all_to_all,
         )
 
     @property
@@ -87,7 +90,12 @@ class Deployment:
         spec = model_spec(self.hf_config, self.max_model_len)
         if not self.enable_expert_parallel:
             return spec
-        return by_expert(spec, self.num_redundant_experts, num_replicas=self.replicas)
+        return by_expert(
+            spec,
+            self.num_redundant_experts,
+            self.replicas,
+            ExchangeChoice(self.target.platform, self.size, self.all_to_all),
+        )
 
     @cached_property
     def spread(self) -> Spread:

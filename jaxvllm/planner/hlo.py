@@ -9,7 +9,17 @@ from typing import Literal, get_args
 
 from sharding.rules import MODEL
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
+Kind = Literal[
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+]
+# Takes the place of a mesh axis for what all devices of all replicas send each other.
+ALL_DEVICES = "all"
 
 # `%name (parameters) -> result {` opens a computation, and `}` closes it.
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -20,6 +30,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Attributes that name one computation, or several in braces.
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=(\{[^}]*\}|[%\w.-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=(\{[^}]*\}|[%\w.-]+)")
+_OPERAND = re.compile(r"%([\w.-]+)")
 _NAME = re.compile(r"[\w.-]+")
 # The mesh axes over which devices take part: `replica_groups=mesh['data'=2,'stage'=1,'model'=4] {'model'}`.
 _OVER = re.compile(r"\breplica_groups=mesh\[[^\]]*\] \{'(\w+)'\}")
@@ -40,7 +51,7 @@ class Collective:
 
     kind: Kind
     count: int  # a run
-    num_bytes: int  # of the result on each device, each time
+    num_bytes: int  # of the result on each device, each time; of a ragged all-to-all what it sends at most by design
     conditional: bool  # only when a branch is taken: in a step, when a row samples or wants log-probabilities
     over: str = MODEL  # the axis; what does not say is over that of a replica's devices
 
@@ -58,7 +69,7 @@ class Collective:
                 each = (ring - 1) * self.num_bytes
             case "collective-permute" | "collective-broadcast":
                 each = self.num_bytes
-            case "all-gather" | "all-to-all":
+            case "all-gather" | "all-to-all" | "ragged-all-to-all":
                 each = share * self.num_bytes
         return self.count * each
 
@@ -123,10 +134,13 @@ def _walk(
 ) -> Iterator[tuple[Kind, int, bool, str, int]]:
     """Yields (kind, bytes, conditional, axis, times) of each collective in a computation and in those that it calls."""
     one_of: list[list[tuple[Kind, int, bool, str, int]]] = []
+    shapes = {instruction.name: instruction.shape for instruction in computations.get(name, ())}
     for instruction in computations.get(name, ()):
         # Of a pair, the done has only the result; the start has the operands too.
         opcode = instruction.opcode.removesuffix("-done")
-        if opcode in get_args(Kind):
+        if opcode == "ragged-all-to-all":
+            yield "ragged-all-to-all", _ragged_bytes(instruction, shapes), conditional, ALL_DEVICES, 1
+        elif opcode in get_args(Kind):
             over = _OVER.search(instruction.rest)
             yield opcode, array_bytes(instruction.shape), conditional, over[1] if over else MODEL, 1  # type: ignore[misc]
         elif instruction.opcode == "while":
@@ -149,6 +163,16 @@ def _walk(
     yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, _, times in found), default=())
 
 
+def _ragged_bytes(instruction: HloInstruction, shapes: dict[str, str]) -> int:
+    """Returns the bytes of what a device sends, or of its result, whichever has less room.
+
+    One of them has room for the case that all rows go to one device, which is not what it sends: the text does not tell
+    sizes that are known only while the program runs.
+    """
+    [operand, *_] = _OPERAND.findall(instruction.rest)
+    return min(array_bytes(shapes[operand]), array_bytes(instruction.shape))
+
+
 def _names(attribute: re.Pattern[str], instruction: HloInstruction) -> Iterator[str]:
     for names in attribute.findall(instruction.rest):
         yield from _NAME.findall(names)
@@ -169,7 +193,7 @@ def _trip_count(loop: HloInstruction, condition: list[HloInstruction]) -> int:
     constants = {i.name: int(i.rest.split(")")[0]) for i in condition if i.opcode == "constant" and "s32[]" in i.shape}
     for instruction in condition:
         if instruction.opcode == "compare" and "direction=LT" in instruction.rest:
-            limits = [constants[name] for name in re.findall(r"%([\w.-]+)", instruction.rest) if name in constants]
+            limits = [constants[name] for name in _OPERAND.findall(instruction.rest) if name in constants]
             if len(limits) == 1:
                 return limits[0]
     raise UnreadableHlo(f"the loop {loop.name} has collectives, and the program does not tell how often it runs")

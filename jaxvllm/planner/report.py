@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from jaxvllm.planner.capacity_plan import CapacityPlan
 from jaxvllm.planner.compiler import StepFindings
+from jaxvllm.planner.hlo import ALL_DEVICES
 from jaxvllm.planner.roofline import Floor
 from sharding.rules import DATA
 
@@ -67,7 +68,7 @@ def _collectives(plan: CapacityPlan) -> Iterator[str]:
 
 def _collectives_of(step: StepFindings) -> Iterator[str]:
     for each in step.collectives:
-        when = "   over replicas" if each.over == DATA else ""
+        when = {DATA: "   over replicas", ALL_DEVICES: "   at most, over all devices"}.get(each.over, "")
         when += "   if a row samples or wants logprobs" if each.conditional else ""
         total = each.count * each.num_bytes
         yield f"    {each.count:4} {each.kind:<19}{_size(each.num_bytes):>12} each {_size(total):>12} in all{when}"

@@ -12,7 +12,7 @@ from typing import Self
 
 from jaxvllm.planner.compiler import Findings
 from jaxvllm.planner.deployment import Deployment
-from jaxvllm.planner.hlo import Collective
+from jaxvllm.planner.hlo import ALL_DEVICES, Collective
 from pallas_kernels.chips import Chip
 from sharding.rules import DATA, MODEL
 
@@ -151,12 +151,18 @@ def _floor(
 def link_seconds(deployment: Deployment, chip: Chip, collectives: Iterable[Collective]) -> float:
     """Returns the time of the collectives that greedy rows need.
 
-    The chips of a stage form a ring, and so do those that have the same place in the replicas that share experts. The
-    speed between the devices of one chip is not known, nor that between stages, which may be on different hosts.
+    The chips of a stage form a ring, and so do those that have the same place in the replicas that share experts, and
+    all chips where each token is sent only where it is wanted. The speed between the devices of one chip is not known,
+    nor that between stages, which may be on different hosts.
     """
     in_ring = [each for each in collectives if deployment.stages == 1 or each.kind != "collective-permute"]
     seconds = 0.0
-    for axis, num_chips in {MODEL: -(-deployment.size // chip.devices_per_chip), DATA: deployment.replicas}.items():
+    rings = {
+        MODEL: -(-deployment.size // chip.devices_per_chip),
+        DATA: deployment.replicas,
+        ALL_DEVICES: -(-deployment.mesh.num_devices // chip.devices_per_chip),
+    }
+    for axis, num_chips in rings.items():
         sent = sum(each.bytes_sent(num_chips) for each in in_ring if each.over == axis and not each.conditional)
         seconds += sent / chip.ring_bandwidth(num_chips) if sent else 0.0
     return seconds

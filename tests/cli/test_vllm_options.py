@@ -32,6 +32,8 @@ from jaxvllm.worker.data_parallel_config import DataParallelConfig
         (["--nnodes", "2", "--node-rank", "0"], {"num_processes": 2, "process_id": 0}),
         (["--num-scheduler-steps", "8"], {"max_decode_burst": 8}),
         (["--dtype", "half"], {"dtype": "float16"}),
+        (["--all2all-backend", "pplx"], {"all2all_backend": "allgather_reducescatter"}),
+        (["--all2all-backend=deepep_high_throughput"], {"all2all_backend": "ragged_all_to_all"}),
         (["--dtype=float"], {"dtype": "float32"}),
         (["--max-model-len", "auto", "--max-num-queued-reqs", "3"], {"max_num_queued_requests": 3}),
         (["--disable-prefix-caching"], {"enable_prefix_caching": False}),

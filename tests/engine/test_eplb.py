@@ -40,11 +40,22 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["1x2", "2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])
+# The mesh, and how tokens come to experts that replicas share.
+WAYS = [
+    ("1x2", None),
+    ("2x2", None),
+    pytest.param(("2x2", "ragged_all_to_all"), marks=pytest.mark.slow),
+    pytest.param(("2x1x2", None), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=str)
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
-    options = OPTIONS | {"mesh": request.param, "enable_expert_parallel": True, "enable_eplb": True}
+    mesh, all2all_backend = request.param
+    options = OPTIONS | {"mesh": mesh, "enable_expert_parallel": True, "enable_eplb": True}
+    options["all2all_backend"] = all2all_backend
     with ExitStack() as stack:
-        if request.param != "1x2":  # which has the program of bursts; the others are replicas that share, and stages
+        if mesh != "1x2":  # which has the program of bursts; the others are replicas that share, and stages
             stack.enter_context(one_program())
         yield stack.enter_context(tiny_llm(directory, eplb_config=EPLB, **options))
 

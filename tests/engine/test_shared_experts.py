@@ -15,7 +15,9 @@ from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
-from jaxvllm.models.experts import by_expert, replicas_of
+from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models import checkpoint
+from jaxvllm.models.experts import ExpertsFfn, by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from tests.conftest import Compilations
 from tests.engine.tiny import (
@@ -273,6 +275,25 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     assert llm.generate([PROMPTS[7]], WAYS[7], use_tqdm=False)[0].outputs[0].token_ids != expected[7][0]
     llm.update_weights(before)
     assert answers(llm) == expected
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("2x1", marks=pytest.mark.slow), "2x2", pytest.param("4x2", marks=pytest.mark.slow)]
+)
+def test_the_same_tokens_where_each_goes_only_to_its_experts(mesh: str, directory: Path, expected: list[Any]) -> None:
+    options = SHARED | OPTIONS | {"all2all_backend": "deepep_low_latency"}
+    with one_program(), tiny_llm(directory, mesh=mesh, **options) as llm:
+        spec = ResolvedConfig.of(llm.config, checkpoint.read_config(directory), "cpu").spec
+        assert any(layer.ffn.sends_apart for layer in spec.layers if isinstance(layer.ffn, ExpertsFfn))
+        assert answers(llm) == expected
+        [output] = llm.generate([PROMPTS[7]], WAYS[7], use_tqdm=False)
+        assert [output.outputs[0].token_ids] == expected[7], "the other replicas have no tokens"
+        assert_idle(llm)
+
+
+def test_an_unknown_way_to_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="all2all_backend must be one of .* or None, not 'fast'"):
+        EngineConfig(all2all_backend="fast")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

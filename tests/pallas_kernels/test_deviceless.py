@@ -44,7 +44,8 @@ def test_a_process_that_looks_for_devices_is_refused(monkeypatch: pytest.MonkeyP
         compile_only_devices(chip_named("v5e"), 1)
 
 
-# For each chip: which devices there are, on how many hosts, and the collectives of a matmul split over two of them.
+# For each chip: which devices there are, on how many hosts, the collectives of a matmul split over two of them, and those
+# of rows of which four devices send each other some.
 # For a GPU also: the calls that XLA makes of a float8 matmul and of one whose blocks have scales; the versions that the
 # CUDA plugin was built with; and what comes of asking for another GPU.
 CHIPS_PROGRAM = """
@@ -52,8 +53,20 @@ import json, re, sys, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.chips import CHIPS, GpuChip
 from pallas_kernels.deviceless import compile_only_devices
+from jaxvllm.planner.hlo import read_collectives
+from sharding.axis import ModelAxis, ReplicaAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from sharding.whole_mesh import RaggedSizes, WholeMesh
+
+def exchanged(devices):
+    over, mesh = PartitionSpec(("data", "model")), make_mesh(MeshShape(2, 2), devices)
+    run = lambda rows, *sizes: WholeMesh(ReplicaAxis(2), ModelAxis(2)).exchange(rows, RaggedSizes(*sizes), 64)
+    everywhere = jax.shard_map(run, mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+    shapes = ((4 * 16, 256), jnp.bfloat16), *[((4 * 4,), jnp.int32)] * 4
+    arguments = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, over)) for shape in shapes]
+    found = read_collectives(jax.jit(everywhere).lower(*arguments).compile().as_text())
+    return [(one.kind, one.count, one.num_bytes, one.over) for one in found]
 
 def hlo(function, devices, shapes, options=None, **axes):
     mesh = make_mesh(MeshShape(1, len(devices)), devices)
@@ -93,6 +106,7 @@ for name in sys.argv[1:]:
         "kinds": sorted({device.device_kind for devices in groups.values() for device in devices}),
         "hosts": len({device.process_index for device in groups[4]}),
         "all_reduces": split.count("all-reduce"),
+        "exchanged": exchanged(groups[4]),
     }
     print(json.dumps(about | (dict(about_gpu(chip)) if isinstance(chip, GpuChip) else {})))
 """
@@ -144,6 +158,7 @@ def check_devices(chip: str, about: dict[str, Any]) -> None:
     assert about["kinds"] == [CHIPS[chip].device_kind]
     assert about["hosts"] == 1
     assert about["all_reduces"] >= 1
+    assert about["exchanged"] == [["ragged-all-to-all", 1, 16 * 256 * 2, "all"]]
 
 
 @pytest.mark.slow
