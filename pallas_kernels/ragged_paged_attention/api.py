@@ -77,9 +77,9 @@ def ragged_paged_attention(
     With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
     arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
     the index chooses (`sparse.py`), or to all where no more fit the page table; an index may have chosen before
-    (`choose_positions`). With `quantization` the pages hold keys and values in eight bits. Their scales are
-    `kv_scales` f32[2, K], keys first (None: one), or each token has its own. `plan` is the result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents,
-    with arbitrary finite values for padding tokens, and the pages.
+    (`choose_positions`). With `quantization` the pages hold keys and values in eight bits. Their scales are `kv_scales`
+    f32[2, K], those of keys first (None: one), or each token has its own. `plan` is the result of `plan_rows` for these
+    rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values for padding tokens, and the pages.
     Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
@@ -189,10 +189,9 @@ def _new_rows(
         scales = [quantization.token_scales(x) for x in (k, v)]
         k, v = (quantization.encoded(x, own, held) for x, own in zip((k, v), scales, strict=True))
         return layout.row(k, v, quantization.scale_codes(jnp.stack(scales, -1), held).reshape(*k.shape[:2], -1))
-    given = jnp.ones((2, k.shape[1])) if kv_scales is None else kv_scales
-    k, v = (x if x is None else quantization.encoded(x, own, held) for x, own in zip((k, v), given, strict=True))
-    assert k is not None
-    return layout.row(k, v)
+    of_keys, of_values = jnp.ones((2, k.shape[1])) if kv_scales is None else kv_scales
+    k = quantization.encoded(k, of_keys, held)
+    return layout.row(k, None if v is None else quantization.encoded(v, of_values, held))
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:

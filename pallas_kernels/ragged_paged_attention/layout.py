@@ -11,8 +11,8 @@ from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 
 # f[L, P, K, S, W]: a token's key, then its value, on the last axis. A page of one head is contiguous, so one copy
 # fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
-# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once. Scales of a token's own stand
-# between its key and its value, so that both begin and end where they would without.
+# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once. Where a token has scales of
+# its own, they stand between its key and its value, so that both begin and end where they would without.
 type KVPages = jax.Array
 
 PAGE_SIZES = (16, 32, 64, 128)

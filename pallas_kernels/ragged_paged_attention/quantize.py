@@ -53,9 +53,10 @@ class KVQuantization:
         return jnp.where(most < _LEAST, 1, most * (1 / self.largest))
 
     def encoded(self, x: jax.Array, scales: jax.Array, held: DTypeLike) -> jax.Array:
-        """Divides x f[T, K, D] by scales f32[K] or f32[T, K], and rounds to the nearest code. Saturates.
+        """Divides x f[T, K, D] by scales f32[K] or f32[T, K], and rounds to the nearest code.
 
-        `float8_e4m3fn` has no infinity, so without saturation one outlier would become a NaN in the cache.
+        Larger numbers become the largest code: `float8_e4m3fn` has no infinity, so that one outlier would be a NaN in
+        the cache.
         """
         y = jnp.clip(x.astype(jnp.float32) / scales[..., None], -self.largest, self.largest)
         return _as(jnp.round(y).astype(jnp.int8) if self.codes == "int8" else y.astype(self.codes), held)

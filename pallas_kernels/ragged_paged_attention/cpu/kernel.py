@@ -20,7 +20,7 @@ _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first que
 
 
 def attention(e: Emitter, frame: Frame, dtype: str, kv_dtype: str, scaled: str) -> None:
-    """Emits the handler for queries in `dtype` and pages that hold `kv_dtype`. Its arguments are those of `call.attend`.
+    """Emits the handler for queries in `dtype` and pages of `kv_dtype`. Its arguments are those of `call.attend`.
 
     scaled: by-token where the row of a token has a scale of its key and one of its value, between the two
     """
