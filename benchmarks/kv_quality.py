@@ -23,8 +23,9 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, SamplingParams
-from jaxvllm.model_name import DEMO_MODEL, resolve
+from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
+from jaxvllm.runtime.runner import Runner
 
 TOKENS = 512  # of a text
 NUM_PAGES = 1200  # of 16 tokens: those of 36 texts
@@ -53,7 +54,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Scores:
-    """What an engine thinks of texts: of each token but the first, in the order of the texts."""
+    """The probabilities that an engine gives to each token of texts but the first, in the order of the texts."""
 
     logprobs: np.ndarray  # f64[tokens]
     best: np.ndarray  # i64[tokens]: the most probable token
@@ -69,7 +70,7 @@ class Scores:
                 assert of is not None
                 logprobs.append(of[token].logprob)
                 best.append(next(other for other, one in of.items() if one.rank == 1))
-        pages = llm.engine.replicas[0].runner.page_like[0]
+        pages = _runner(llm).page_like[0]
         layers, heads, _, width = pages.shape
         return cls(np.array(logprobs), np.array(best), layers * heads * width * pages.dtype.itemsize)
 
@@ -81,6 +82,12 @@ def engine(model: str | Path, kv_cache_dtype: str) -> Iterator[LLM]:
         model=str(model), dtype="float32", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False, **options
     ) as llm:
         yield llm
+
+
+def _runner(llm: LLM) -> Runner:
+    runner = llm.engine.replicas[0].runner
+    assert isinstance(runner, Runner), "a replica that is alone has a runner of its own"
+    return runner
 
 
 def written_texts(llm: LLM, count: int, seed: int) -> list[list[int]]:
@@ -95,13 +102,13 @@ def largest(llm: LLM, texts: list[list[int]]) -> np.ndarray:
     """Returns the largest key and the largest value of each KV head in each layer, f32[L, K, 2]."""
     llm.generate(texts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     # Pages that nobody has written to yet are zeros.
-    pages = np.abs(llm.engine.replicas[0].runner.read_pages(np.arange(1, NUM_PAGES)))
+    pages = np.abs(_runner(llm).read_pages(np.arange(1, NUM_PAGES)))
     return np.stack([half.max(axis=(1, 3, 4)) for half in np.split(pages, 2, axis=-1)], axis=-1)
 
 
 def with_scales(directory: Path, most: np.ndarray, scheme: str) -> Path:
     """Writes the demo model with scales, as a checkpoint of compressed-tensors is written."""
-    source = resolve(DEMO_MODEL)
+    source = DEMO_MODEL
     shutil.copytree(source, directory)
     kind, code = SCHEMES[scheme]
     tensors = load_file(source / "model.safetensors")

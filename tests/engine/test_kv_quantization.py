@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxvllm import EngineConfig
+from jaxvllm.engine.page_exchange import model_name
+from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.families import model_spec
@@ -28,10 +31,11 @@ from tests.engine.tiny import (
     random_prompts,
     tiny_llm,
 )
-from tests.models.dense import dense_attend
+from tests.models.dense import dense_attend, dense_cache
+from tests.models.fixture import Fixture
 from tests.models.published.written import write_model
 
-PROMPTS = random_prompts(4, 40, seed=12)
+PROMPTS = random_prompts(4, 40, seed=12, vocab_size=128)
 # Of the fixture's keys and values, whose largest numbers are about three and one.
 SCHEMES = {"fp8": ("float", 448, jnp.float8_e4m3fn), "int8": ("int", 127, jnp.int8)}
 
@@ -70,11 +74,13 @@ def recomputed(path: Path, stored: Callable[..., jax.Array]) -> list[list[int]]:
     params = checkpoint.load(path, spec, dtype=jnp.float32, layout="separate")
 
     def attend(kv: Any, given: Any, q: Any, k: Any, v: Any, /, *, kv_scales: Any, **options: Any) -> Any:
-        return dense_attend(kv, given, q, stored(k, kv_scales[0]), stored(v, kv_scales[1]), **options)
+        k, v = (x if x is None else stored(x, of) for x, of in zip((k, v), kv_scales, strict=True))
+        return dense_attend(kv, given, q, k, v, **options)
 
     @jax.jit
     def logits(tokens: jax.Array) -> jax.Array:
-        hidden, _ = forward(params, spec, tokens, jnp.arange(64), {}, attend, ALONE)
+        cache = dense_cache(spec, 64)
+        hidden, _ = forward(params, spec, tokens, jnp.arange(64), cache, attend, ALONE)
         return project_logits(params, spec, hidden)
 
     found = []
@@ -112,8 +118,8 @@ def test_the_scales_of_the_checkpoint(name: str, tiny_checkpoint: Path, tmp_path
     path = calibrated(tiny_checkpoint, tmp_path, kind, largest)
     expected = recomputed(path, partial(by_head, largest=largest, dtype=dtype))
     check(path, expected)
-    # Each device has the scales of its head.
-    with one_program(), tiny_llm(path, dtype="float32", mesh="1x2") as llm:
+    # Two stages, in each of which a device has the scales of its heads.
+    with one_program(), tiny_llm(path, dtype="float32", mesh="2x1x2") as llm:
         assert greedy_tokens(llm, PROMPTS, 12) == expected
 
 
@@ -122,6 +128,25 @@ def test_a_scale_of_each_token(kind: str, tiny_checkpoint: Path) -> None:
     _, largest, dtype = SCHEMES[kind]
     expected = recomputed(tiny_checkpoint, partial(by_token, largest=largest, dtype=dtype))
     check(tiny_checkpoint, expected, kv_cache_dtype=f"{kind}_per_token_head")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", "deepseek_v32"])
+def test_pages_that_are_shared_latents_and_an_index(name: str, tmp_path: Path) -> None:
+    """A layer that reads another's pages has the scales of that one; latents have one scale, whatever chooses them."""
+    fixture = Fixture.load(name)
+    tensors, rng = fixture.weights(), np.random.default_rng(3)
+    spec = model_spec(fixture.config)
+    prefix = next(of for of in tensors if ".layers.0." in of).partition("layers.0.")[0]
+    for number, layer in enumerate(spec.layers):
+        for letter in ("k", "v") if layer.reads is None else ():
+            heads = layer.attention.num_kv_heads
+            scales = rng.uniform(0.004, 0.008, (heads, 1, 1)).astype(np.float32)
+            tensors[f"{prefix}layers.{number}.self_attn.{letter}_scale"] = scales
+    path = write_model(tmp_path, fixture.config, tensors)
+    stored = partial(by_head, largest=448, dtype=jnp.float8_e4m3fn)
+    with one_program(), tiny_llm(path, dtype="float32", kv_cache_dtype="fp8") as llm:
+        assert greedy_tokens(llm, PROMPTS, 12) == recomputed(path, stored)
 
 
 def test_drafts_of_a_model_in_eight_bits(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +159,13 @@ def test_drafts_of_a_model_in_eight_bits(tiny_checkpoint: Path, monkeypatch: pyt
         stats = llm.engine.stats()
         assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens > 0
     assert found == recomputed(tiny_checkpoint, partial(by_token, largest=127, dtype=jnp.int8))
+
+
+def test_pages_of_two_kinds_are_never_mixed(tiny_checkpoint: Path) -> None:
+    """On a CPU all of float8 are bytes, so that their dtype does not tell kinds apart."""
+    names = []
+    for kind in ("auto", "fp8", "fp8_e5m2", "fp8_per_token_head"):
+        config = EngineConfig(model=str(tiny_checkpoint), kv_cache_dtype=kind, load_format="dummy")
+        resolved = ResolvedConfig.of(config, checkpoint.read_config(tiny_checkpoint), "cpu")
+        names.append(model_name(config, resolved, tiny_checkpoint).result())
+    assert len(set(names)) == len(names)
