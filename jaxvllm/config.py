@@ -31,6 +31,11 @@ _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 # The names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks.
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
 All2AllBackend = Literal["allgather_reducescatter", "ragged_all_to_all"]
+# A test checks that `jaxvllm.engine.kv_cache_dtype` knows all of them.
+KVCacheDtype = Literal[
+    "auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head",
+    "fp8_per_token_head"
+]  # fmt: skip
 PAGE_SIZES = (16, 32, 64, 128)
 # A step's outputs have room for this many tokens in each row, and for their log-probabilities.
 MAX_BURST = 64
@@ -65,7 +70,9 @@ class EngineConfig:
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
     count_expert_loads: bool = False  # count how many tokens choose each expert, which enable_eplb does anyhow
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"  # of keys and values; auto: that of --dtype
+    # Of keys and values. auto: as the checkpoint says, or that of --dtype. fp8 and int8 are divided by scales that the
+    # checkpoint has; per_token_head: by a scale of each token's own.
+    kv_cache_dtype: KVCacheDtype = "auto"
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: Seqs | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere

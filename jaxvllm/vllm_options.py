@@ -260,7 +260,13 @@ OPTIONS: Mapping[str, Option] = {
     ),
     **_each(
         Refused("quantized checkpoints are recognized by their config.json", "nothing"),
-        "allow_deprecated_quantization calculate_kv_scales",
+        "allow_deprecated_quantization",
+    ),
+    "calculate_kv_scales": Refused(
+        "scales that the first requests decide would change the answers of all others; those of each token do not",
+        "nothing",
+        field="kv_cache_dtype",
+        value="fp8_per_token_head",
     ),
     "no_enable_chunked_prefill": Refused(
         "steps then hold either prompts or answers", "nothing", field="scheduler", value="v0"

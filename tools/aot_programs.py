@@ -278,11 +278,11 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
-    backend, dtype = backend_for(case.head_size, backend, case.latent_size), jnp.dtype(case.kv_dtype or DTYPE)
+    backend = backend_for(case.head_size, backend, case.latent_size)
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
-        return kv_pages_struct(*sizes, dtype, backend, case.latent_size)
+        return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
 
     pages = pool(POOL_BYTES // _num_bytes(pool(1)))
 
@@ -330,6 +330,7 @@ def _compile_attention(
                 window=NO_WINDOW if case.window == NO_WINDOW else window,
                 sinks=sinks,
                 slopes=slopes,
+                quantization=case.quantization,
                 kv_scales=kv_scales,
                 plan=plan,
                 backend=backend,

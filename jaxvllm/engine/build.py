@@ -130,9 +130,8 @@ def build(
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
         raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
-    if on_cpu and config.kv_cache_dtype != "auto":
-        # XLA scatters float8 as float16 there, and copies all the pages for it in every layer.
-        logger.warning("kv_cache_dtype %s saves no memory on CPU and costs time: use auto", config.kv_cache_dtype)
+    if resolved.kv_quantization is not None and config.kv_cache_dtype == "auto":
+        logger.info("keys and values are kept in %s, as the checkpoint says", resolved.kv_quantization.codes)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend)

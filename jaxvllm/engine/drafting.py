@@ -20,6 +20,7 @@ from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.heads.kinds import check_kind, method_of
 from jaxvllm.models.heads.mtp_files import read_mtp
+from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
@@ -57,14 +58,15 @@ class Drafting:
         if method == "draft_model":
             return cls._of_model(directory, hf_config, target, forms)
         proposer: Proposer
+        spec = with_kv_scales(target.spec, False)  # heads are not calibrated
         if method == "mtp":
-            heads, params = read_mtp(directory, hf_config, target.spec, config.num_speculative_tokens)
+            heads, params = read_mtp(directory, hf_config, spec, config.num_speculative_tokens)
             proposer, declared = AutoregressiveProposer(heads), {"heads": [head.declare() for head in heads]}
         elif method == "medusa":
-            medusa, params = read_medusa(directory, hf_config, target.spec)
+            medusa, params = read_medusa(directory, hf_config, spec)
             proposer, declared = MedusaProposer(medusa), medusa.declare()
         else:
-            eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, target.spec)
+            eagle, params = (read_eagle if method == "eagle" else read_eagle3)(directory, hf_config, spec)
             proposer, declared = AutoregressiveProposer((eagle,)), eagle.declare()
 
         def kept(decl: ParamDecl, array: Any) -> Any:

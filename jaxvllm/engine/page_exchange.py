@@ -42,6 +42,7 @@ def model_name(config: EngineConfig, resolved: ResolvedConfig, directory: Path) 
     weights = [NamedWeights(directory, has_weights=config.load_format != "dummy")]
     rest = [f"dummy {config.seed}" if config.load_format == "dummy" else "", str(np.dtype(resolved.dtype))]
     rest += [] if resolved.quantization is None else [resolved.quantization]
+    rest += [] if resolved.kv_quantization is None else [repr(resolved.kv_quantization)]
     if config.speculative_config is not None and (drafting := config.drafting) is not None:
         if drafting.model is not None:
             weights.append(NamedWeights(resolve(drafting.model)))

@@ -10,11 +10,13 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.side_input import SideInputRules
+from jaxvllm.engine.kv_cache_dtype import kv_quantization
 from jaxvllm.models import checkpoint
 from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, num_experts
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -22,9 +24,7 @@ from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.side_rows import SideShape
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
-
-# As in vLLM without scales: values beyond the range of e4m3, which is 448, saturate.
-_EIGHT_BITS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+from pallas_kernels.ragged_paged_attention import KVQuantization
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     page_size: int
-    page_dtype: jnp.dtype
+    kv_quantization: KVQuantization | None  # of keys and values; None: they have the dtype above
     quantization: str | None  # of the layers' matrices
     takes_side_inputs: bool
     counts_loads: bool  # of experts
@@ -61,6 +61,9 @@ class ResolvedConfig:
         if config.count_expert_loads and not num_experts(spec):
             raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
         dtype = _dtype(config, read, platform)
+        quantization = kv_quantization(config.kv_cache_dtype, read, dtype)
+        if quantization is not None and not quantization.by_token:
+            spec = with_kv_scales(spec)
         if config.enable_prompt_embeds and spec.layer_embedding is not None:
             raise NotImplementedError(
                 "enable_prompt_embeds needs a model without embeddings for each layer, which are those of tokens: "
@@ -81,7 +84,7 @@ class ResolvedConfig:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=config.page_size,
-            page_dtype=jnp.dtype(_EIGHT_BITS.get(config.kv_cache_dtype, dtype)),
+            kv_quantization=quantization,
             quantization=config.quantization,
             takes_side_inputs=config.enable_prompt_embeds,
             counts_loads=config.counts_loads,
@@ -114,13 +117,14 @@ class ResolvedConfig:
             page_size=self.page_size,
             num_slots=self.max_num_seqs,
             max_pages=pages_for(self.max_model_len, self.page_size),
-            dtype=self.page_dtype,
+            dtype=self.dtype,
             step_tokens=self.max_num_batched_tokens,
             draft=None if proposer is None else proposer.cache,
             has_index=proposer is not None and proposer.reads_index,
             has_drafts=proposer is not None,
             side=self._side_shape,
             counts_loads=self.counts_loads,
+            quantization=self.kv_quantization,
         )
 
     @property

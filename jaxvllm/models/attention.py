@@ -88,6 +88,21 @@ class QueryGrowth:
         return 1 + self.beta * jnp.log1p(((positions + self.first) // self.period).astype(jnp.float32))
 
 
+# The array of the scales of keys and values, [K, 2].
+KV_SCALES = "kv_scales"
+
+
+def kv_scales_declared(num_kv_heads: int, group: int) -> dict[str, ParamDecl]:
+    """Returns the scales of each head's keys and values in pages, which has `group` query heads."""
+    heads, axes = HeadGroups(group, 0, 2), ("kv_heads", None)
+    return {KV_SCALES: ParamDecl((num_kv_heads, 2), axes, "ones", "scales", dtype="float32", heads=heads)}
+
+
+def kv_scales_of(weights: Mapping[str, Any]) -> jax.Array | None:
+    """Returns the scales of keys and of values f32[2, K], or None for a layer without."""
+    return weights[KV_SCALES].T if KV_SCALES in weights else None
+
+
 @dataclass(frozen=True)
 class GroupedQueryAttention:
     """Attention whose query heads share KV heads in groups (arXiv 2305.13245), multi-head and multi-query included."""
@@ -120,6 +135,7 @@ class GroupedQueryAttention:
     # What a logit of each query head, those of all devices, loses with each position between its key and its query
     # (ALiBi, arXiv 2108.12409).
     slopes: tuple[float, ...] | None = None
+    has_kv_scales: bool = False  # pages hold its keys and values in eight bits, divided by scales of each KV head
 
     def __post_init__(self) -> None:
         require_positive(
@@ -203,7 +219,7 @@ class GroupedQueryAttention:
         if self.has_sinks:
             heads = HeadGroups(G, 1, 0)
             decls["sinks"] = ParamDecl((K, G), ("kv_heads", None), "zeros", dtype="float32", heads=heads)
-        return decls
+        return decls | kv_scales_declared(K, G) if self.has_kv_scales else decls
 
     def kv_copies(self, size: int) -> int:
         return size // math.gcd(self.num_kv_heads, size)
@@ -232,7 +248,8 @@ class GroupedQueryAttention:
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         q, k, v, gate = self._qkv(weights, x, given)
         sinks, slopes = weights["sinks"].reshape(-1) if self.has_sinks else None, self._own_slopes(given)
-        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, sinks=sinks, slopes=slopes)
+        of_heads: dict[str, Any] = {"sinks": sinks, "slopes": slopes, "kv_scales": kv_scales_of(weights)}
+        out, kv = given.attend(kv, given, q, k, v, scale=self.scale, soft_cap=self.soft_cap, **of_heads)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         if self.head_gating is not None:

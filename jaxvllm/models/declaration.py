@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 # `[in, out]`. experts: matrices along the first dimension, of which a token chooses some; they are never sliced.
 # head_matrices: [K, G, .., ..], of which each query head multiplies its own; they keep their dtype and are not turned.
 # table: rows are looked up by token. tied_table: a table that is the LM head too. vector: a norm or a bias, so small
-# that a copy costs nothing. slots: where experts are that may move; no checkpoint has it.
-Storage = Literal["matrix", "experts", "head_matrices", "table", "tied_table", "vector", "slots"]
+# that a copy costs nothing. scales: of keys and values in pages; they are ones where a checkpoint has none.
+# slots: where experts are that may move; no checkpoint has it.
+Storage = Literal["matrix", "experts", "head_matrices", "table", "tied_table", "vector", "scales", "slots"]
 
 
 @dataclass(frozen=True)

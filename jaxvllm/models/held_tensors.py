@@ -24,6 +24,10 @@ class HeldTensors:
         """Returns the place of a tensor, for errors."""
         return "the given weights"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is there."""
+        return tuple(np.shape(self.arrays[name]))
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor is missing, or has another shape or no floating-point numbers."""
         if name not in self.arrays:

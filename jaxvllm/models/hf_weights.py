@@ -1,14 +1,18 @@
 """Reads the weights of a checkpoint in Hugging Face format, by the names of our arrays."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxvllm.gguf_file import GgufFile, is_gguf
+from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.families import find_family
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.forms.few_bits import Elements
+from jaxvllm.models.kv_scales import KV_SCALE_ENDS, kv_scale_sources
+from jaxvllm.models.params import declare_layer
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.published.encoded_files import EncodedFiles
 from jaxvllm.models.published.gguf_tensors import GgufTensors
@@ -17,6 +21,8 @@ from jaxvllm.models.safetensors_files import open_weights
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
 from jaxvllm.models.weight_names import OuterNames, Source, outer_sources
+
+logger = logging.getLogger(__name__)
 
 
 class Tensors(Protocol):
@@ -27,6 +33,9 @@ class Tensors(Protocol):
 
     def where(self, name: str) -> str:
         """Returns the place of a tensor, for errors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is there."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
@@ -59,20 +68,19 @@ class StoredWeights:
     def of(cls, tensors: Tensors, family: Family, spec: ModelSpec) -> "StoredWeights":
         """Checks every tensor, as `open` does."""
         prefix = _prefix(family, tensors)
-        weights = cls(
-            tensors,
-            outer_sources(spec, prefix, _names(family, tensors)),
-            tuple(
-                family.layer_sources(spec, layer, family.names.layer_prefix(prefix, layer))
-                for layer in range(spec.num_layers)
-            ),
-        )
+        prefixes = [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
+        layers = [family.layer_sources(spec, layer, start) for layer, start in enumerate(prefixes)]
+        scales = _kv_scales(tensors, spec, prefixes)
+        outer = outer_sources(spec, prefix, _names(family, tensors))
+        weights = cls(tensors, outer, tuple({**own, **more} for own, more in zip(layers, scales, strict=True)))
         weights._check_names(family, spec)
         return weights
 
     def fill(self, name: str, layer: int | None) -> Fill:
         """Returns the function that fills the array of that name, of a layer or, with None, outside the layers."""
         sources = self.outer[name] if layer is None else self.layers[layer][name]
+        if not sources:  # of scales
+            return lambda out, start: out.fill(1)
         boxes = [Box(source.at, source.view) for source in sources]
         fills = map(self.tensors.fill, sources)
         return tiled([Tile(box, fill, (0,) * len(box.start)) for box, fill in zip(boxes, fills, strict=True)])
@@ -102,7 +110,8 @@ class StoredWeights:
         for name, shape in used.items():
             tensors.check(name, shape)
         # Old Llamas store their RoPE frequencies; some tied models store the embedding twice.
-        known = ("rotary_emb.inv_freq", *family.redundant, *(("lm_head.weight",) if spec.tie_embeddings else ()))
+        tied = ("lm_head.weight",) if spec.tie_embeddings else ()
+        known = ("rotary_emb.inv_freq", *family.redundant, *tied, *KV_SCALE_ENDS)
         # Layers after the last one that predict further tokens are draft heads: see `models.heads.mtp`.
         ends = "eh_proj.weight"
         starts = tuple(name.removesuffix(ends) for name in tensors.names if name.endswith(f".{ends}"))
@@ -117,6 +126,23 @@ class StoredWeights:
                 f"{f' and {len(unexpected) - 1} more' if unexpected[1:] else ''}: {family.architecture} has none "
                 "of that name with this config, and ignoring it would change the model"
             )
+
+
+def _kv_scales(tensors: Tensors, spec: ModelSpec, prefixes: Sequence[str]) -> list[Mapping[str, tuple[Source, ...]]]:
+    """Returns the sources of each layer's scales of keys and values, where it has some.
+
+    The names of a layer's tensors begin with its one of `prefixes`.
+    """
+    names = [name for name in tensors.names if name.endswith(KV_SCALE_ENDS)]
+    found: list[Mapping[str, tuple[Source, ...]]] = []
+    for number, layer in enumerate(spec.layers):
+        decl = declare_layer(spec, number).get(KV_SCALES)
+        prefix = prefixes[number if layer.reads is None else layer.reads]
+        sources = () if decl is None else kv_scale_sources(names, tensors.shape, prefix, decl.shape[0])
+        found.append({} if decl is None else {KV_SCALES: sources})
+    if any(KV_SCALES in of for of in found) and not any(of.get(KV_SCALES) for of in found):
+        logger.warning("the checkpoint has no k_scale or v_scale: keys and values are rounded to eight bits unscaled")
+    return found
 
 
 def _names(family: Family, tensors: Tensors) -> OuterNames:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.attention import QueryGrowth
+from jaxvllm.models.attention import QueryGrowth, kv_scales_declared, kv_scales_of
 from jaxvllm.models.declaration import HeadGroups, ParamDecl
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import KeysAndValues
@@ -52,6 +52,7 @@ class LatentAttention:
     q_growth: QueryGrowth | None = None
     has_head_gates: bool = False  # each head's output is multiplied by the sigmoid of a gate (Ling 3)
     num_kv_heads: int = 1  # copies of the latents, one on each device
+    has_kv_scales: bool = False  # pages hold latents in eight bits, divided by a scale, that of keys
 
     def __post_init__(self) -> None:
         if isinstance(self.indexer, SparseIndexer) and self.q_rank is None:
@@ -127,6 +128,8 @@ class LatentAttention:
             decls |= self.head_gates.declare("head_gates")
         if isinstance(self.indexer, SparseIndexer):
             decls |= self.indexer.declare()
+        if self.has_kv_scales:
+            decls |= kv_scales_declared(self.num_kv_heads, self._group)
         return decls | {"k_up": self._of_latents(self.content_size), "v_up": self._of_latents(self.value_size)}
 
     def kv_copies(self, size: int) -> int:
@@ -166,7 +169,8 @@ class LatentAttention:
             index = self.indexer.queries(weights, hidden, x, given)
             k = jnp.concatenate([self.indexer.keys(weights, hidden, given), k], axis=-1)
             q = jnp.pad(q, ((0, 0), (0, 0), (self._index_size, 0)))
-        out, kv = given.attend(kv, given, q, k[:, None], None, scale=self.scale, soft_cap=None, index=index)
+        options: dict[str, Any] = {"scale": self.scale, "index": index, "kv_scales": kv_scales_of(weights)}
+        out, kv = given.attend(kv, given, q, k[:, None], None, soft_cap=None, **options)
         out = project_heads("thl,hvl->thv", out, weights["v_up"])
         if self.has_head_gates:
             gates = self.head_gates.apply(weights, "head_gates", hidden).astype(jnp.float32)

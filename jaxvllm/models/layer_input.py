@@ -25,6 +25,7 @@ class Attend[Kv](Protocol):
     scale, soft_cap  # what multiplies q . k, and what bounds it then (None: nothing)
     sinks  # f32[H]: one more logit for each head, which takes weight and has no value (None: no head has one)
     slopes  # f32[H]: what a logit loses with each position between its key and its query (None: nothing)
+    kv_scales  # f32[2, K]: the scales of keys and of values, if pages hold them in eight bits (None: ones)
     index  # what chooses the positions that are seen (last: the last layer with an index has; None: all are)
     Returns [T, H, size of a value] and the new cache.
     """
@@ -42,6 +43,7 @@ class Attend[Kv](Protocol):
         soft_cap: float | None,
         sinks: jax.Array | None = None,
         slopes: jax.Array | None = None,
+        kv_scales: jax.Array | None = None,
         index: IndexQueries | Literal["last"] | None = None,
     ) -> tuple[jax.Array, Kv]: ...
 

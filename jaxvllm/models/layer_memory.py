@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention import (
     ChosenPositions,
     IndexQueries,
     KVPages,
+    KVQuantization,
     RaggedRows,
     backend_for,
     choose_positions,
@@ -50,12 +51,21 @@ class LayerMemory(Protocol):
         """Returns the backend that reads and writes these pages where the engine has that one."""
 
     def pages(
-        self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: DTypeLike,
+        backend: Backend,
+        quantization: KVQuantization | None = None,
     ) -> jax.ShapeDtypeStruct:
-        """Returns the pages of layers with this memory, as `backend` lays them out, where keys are in `dtype`."""
+        """Returns the pages of layers with this memory, as `backend` lays them out.
 
-    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
-        """Returns the bytes of a page of one layer, without what pads it, where keys are in `dtype`."""
+        Keys are in `dtype`, or have a `quantization`, which no state has.
+        """
+
+    def page_bytes(self, page_size: int, dtype: DTypeLike, quantization: KVQuantization | None = None) -> int:
+        """Returns the bytes of a page of one layer, without what pads it, where keys are stored as `pages` says."""
 
     def seeing(self, window: int | None) -> Self:
         """Returns this memory with another window."""
@@ -81,7 +91,13 @@ class KeysAndValues:
         return backend_for(self.head_size, backend, self.latent_size)
 
     def pages(
-        self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: DTypeLike,
+        backend: Backend,
+        quantization: KVQuantization | None = None,
     ) -> jax.ShapeDtypeStruct:
         if self.chunk is not None and self.chunk % page_size:
             raise ValueError(
@@ -89,11 +105,12 @@ class KeysAndValues:
                 "one"
             )
         sizes = (num_layers, num_pages, page_size, self.num_kv_heads, self.head_size)
-        return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend), self.latent_size)
+        return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend), self.latent_size, quantization)
 
-    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+    def page_bytes(self, page_size: int, dtype: DTypeLike, quantization: KVQuantization | None = None) -> int:
         each = 2 * self.head_size if self.latent_size is None else self.head_size
-        return self.num_kv_heads * each * page_size * jnp.dtype(dtype).itemsize
+        token = each * jnp.dtype(dtype).itemsize if quantization is None else each + quantization.scale_bytes
+        return self.num_kv_heads * token * page_size
 
     def seeing(self, window: int | None) -> Self:
         return replace(self, window=window)
@@ -115,11 +132,15 @@ class KeysAndValues:
         k: jax.Array,
         index: IndexQueries,
         backend: Backend,
+        **options: Any,
     ) -> tuple[ChosenPositions, KVPages]:
-        """Writes the keys of latents into the pages of layer `place`, and returns what `index` chooses."""
+        """Writes the keys of latents into the pages of layer `place`, and returns what `index` chooses.
+
+        `options` say how the pages hold keys, as in the kernels' API.
+        """
         assert self.latent_size is not None, "an index chooses among latents"
         size, own = self.latent_size, self.backend(backend)
-        return choose_positions(k, pages, place, rows, index, latent_size=size, backend=own)
+        return choose_positions(k, pages, place, rows, index, latent_size=size, backend=own, **options)
 
     def attend(
         self,

@@ -111,6 +111,9 @@ class OrbaxTree:
         read: dict[str, jax.Array] = {}
 
         def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
+            if whole.storage == "scales":
+                yield jax.device_put(np.ones(whole.shape, whole.dtype), sharding(whole.axes))
+                return
             decl, key = declaration(self.spec, name, layer), _key(name, layer)
             same, wanted = decl.shape == whole.shape, decl.dtype_in(dtype)
             if key not in read:
@@ -151,8 +154,9 @@ def _spread(stored: jax.Array, decl: ParamDecl, whole: ParamDecl) -> jax.Array:
 
 
 def _declared(spec: ModelSpec) -> Mapping[str, ParamDecl]:
-    layers = range(spec.num_layers)
-    return declare(spec) | {_key(name, i): decl for i in layers for name, decl in declare_layer(spec, i).items()}
+    """Returns the declarations of the arrays of a tree, which has no scales of keys and values."""
+    kept = {_key(name, i): decl for i in range(spec.num_layers) for name, decl in declare_layer(spec, i).items()}
+    return declare(spec) | {key: decl for key, decl in kept.items() if decl.storage != "scales"}
 
 
 def _key(name: str, layer: int | None) -> str:

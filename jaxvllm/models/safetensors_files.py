@@ -86,6 +86,10 @@ class WeightFiles:
         """Returns the file of a tensor."""
         return str(self.directory / self.file_of[name])
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is there."""
+        return self.files[self.file_of[name]].tensors[name].shape
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError as `tensor` does, which reads nothing yet."""
         self.tensor(name, shape)

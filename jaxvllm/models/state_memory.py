@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import RaggedRows
+from pallas_kernels.ragged_paged_attention import KVQuantization, RaggedRows
 
 # The arrays of a state, f32[.., K, *part] each.
 type State = tuple[jax.Array, ...]
@@ -108,12 +108,18 @@ class StateMemory:
         return backend
 
     def pages(
-        self, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike, backend: Backend
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: DTypeLike,
+        backend: Backend,
+        quantization: KVQuantization | None = None,
     ) -> jax.ShapeDtypeStruct:
         shape = (num_layers, num_pages, self.num_kv_heads, self.num_rows, self.width)
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+    def page_bytes(self, page_size: int, dtype: DTypeLike, quantization: KVQuantization | None = None) -> int:
         return self.num_kv_heads * self.num_rows * self.width * jnp.dtype(jnp.float32).itemsize
 
     def seeing(self, window: int | None) -> Self:

@@ -11,11 +11,13 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.page_pool import pages_for
 from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
+from jaxvllm.engine.kv_cache_dtype import kv_quantization
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import num_parameters
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
@@ -26,6 +28,7 @@ from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.pipeline import Pipeline
 from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.axis import StageAxis
 from sharding.mesh import MeshShape
 
@@ -43,7 +46,7 @@ class Deployment:
     stages: int  # parts of the layers of each replica
     size: int  # devices that each stage is spread over
     dtype: str
-    page_dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -69,7 +72,7 @@ class Deployment:
             stages=shape.stages,
             size=shape.model,
             dtype=resolved.dtype.name,
-            page_dtype=resolved.page_dtype.name,
+            kv_cache_dtype=config.kv_cache_dtype,
             max_model_len=resolved.max_model_len,
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -86,8 +89,15 @@ class Deployment:
         return num_parameters(model_spec(self.hf_config, self.max_model_len))
 
     @cached_property
+    def kv_quantization(self) -> KVQuantization | None:
+        """The way in which pages hold keys and values. None stands for the dtype of the weights."""
+        return kv_quantization(self.kv_cache_dtype, self.hf_config, jnp.dtype(self.dtype))
+
+    @cached_property
     def spec(self) -> ModelSpec:
         spec = model_spec(self.hf_config, self.max_model_len)
+        if self.kv_quantization is not None and not self.kv_quantization.by_token:
+            spec = with_kv_scales(spec)
         if not self.enable_expert_parallel:
             return spec
         return by_expert(
@@ -143,12 +153,12 @@ class Deployment:
     @property
     def page_bytes(self) -> float:
         """The bytes that one page of keys and values, in every layer of a stage, takes of each device on average."""
-        return self.share.page_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
+        return self.share.page_bytes(self.page_size, self.backend, self.kv_quantization)
 
     @property
     def state_bytes(self) -> float:
         """The bytes that the states of one request, in every layer of a stage, take of each device on average."""
-        return self.share.state_bytes(self.page_size, jnp.dtype(self.page_dtype), self.backend)
+        return self.share.state_bytes(self.page_size, self.backend)
 
     @property
     def token_bytes(self) -> float:
@@ -172,9 +182,10 @@ class Deployment:
             page_size=self.page_size,
             num_slots=self.max_num_seqs,
             max_pages=self.max_pages,
-            dtype=jnp.dtype(self.page_dtype),
+            dtype=jnp.dtype(self.dtype),
             step_tokens=self.max_num_batched_tokens,
             counts_loads=self.num_redundant_experts is not None,
+            quantization=self.kv_quantization,
         )
 
     def pool_bytes(self, num_pages: int) -> int:

@@ -1,6 +1,7 @@
 """Computes one device's share of a model, in bytes of weights and pages, without any device."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.layer_memory import LayerMemory
 from jaxvllm.models.params import StackLayers, build, most
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.rules import DATA, MODEL, RULES
 
 
@@ -110,17 +113,21 @@ class Share:
             if one.decl.is_multiplied
         )
 
-    def page_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> float:
+    def page_bytes(self, page_size: int, backend: Backend, quantization: KVQuantization | None = None) -> float:
         """Returns the bytes of one page of keys and values, in all layers of a stage."""
-        return self._kept_bytes(page_size, page_dtype, backend, states=False)
+        kept = [memory for memory in self._memories if not memory.keeps_state]
+        return self._bytes([of.pages(1, 1, page_size, self.dtype, backend, quantization) for of in kept])
 
-    def state_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend) -> float:
+    def state_bytes(self, page_size: int, backend: Backend) -> float:
         """Returns the bytes of the states of one request, in all layers of a stage that keep one."""
-        return self._kept_bytes(page_size, page_dtype, backend, states=True)
+        kept = [memory for memory in self._memories if memory.keeps_state]
+        return self._bytes([of.pages(1, 1, page_size, self.dtype, backend) for of in kept])
 
-    def _kept_bytes(self, page_size: int, page_dtype: np.dtype, backend: Backend, *, states: bool) -> float:
-        kept = [memory for layer in self.spec.layers if layer.reads is None for memory in layer.memories]
-        pages = [of.pages(1, 1, page_size, page_dtype, backend) for of in kept if of.keeps_state == states]
+    @property
+    def _memories(self) -> list[LayerMemory]:
+        return [memory for layer in self.spec.layers if layer.reads is None for memory in layer.memories]
+
+    def _bytes(self, pages: Sequence[jax.ShapeDtypeStruct]) -> float:
         of_all: int = sum(page.size * page.dtype.itemsize for page in pages)
         return of_all / self.spread.stages
 

@@ -21,7 +21,7 @@ from jaxvllm.runtime.side_rows import SideShape
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages, KVQuantization
 from sharding.placement import of_replicas, place
 from sharding.rules import DATA
 
@@ -74,13 +74,14 @@ class CacheShape:
     page_size: int
     num_slots: int
     max_pages: int  # of one slot
-    dtype: jnp.dtype  # of keys and values
+    dtype: jnp.dtype  # of keys and values that have no quantization
     step_tokens: int  # that a step may compute of one prompt
     draft: DraftCache | None = None
     has_index: bool = False  # whether the slot state has a suffix index
     has_drafts: bool = False  # whether there is a proposer
     side: SideShape | None = None  # of the store of side inputs
     counts_loads: bool = False  # whether the slot state counts how many tokens have chosen each expert
+    quantization: KVQuantization | None = None  # of keys and values, those of drafts too
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
@@ -212,7 +213,7 @@ class CacheShape:
     ) -> list[jax.ShapeDtypeStruct]:
         """Returns the pages of `counts` layers of each group, with the heads that a `Spread` of `spec` made of them."""
         return [
-            group.memory.pages(count, size.num_pages, self.page_size, self.dtype, backend)
+            group.memory.pages(count, size.num_pages, self.page_size, self.dtype, backend, self.quantization)
             for group, size, count in zip(self.groups(spread_out), self.group_sizes(spec), counts, strict=True)
         ]
 
@@ -220,7 +221,8 @@ class CacheShape:
         draft = self.draft
         if draft is None or draft.memory is None:
             return []
-        return [draft.memory.pages(draft.num_layers, self.num_pages, self.page_size, self.dtype, backend)]
+        sizes = draft.num_layers, self.num_pages, self.page_size
+        return [draft.memory.pages(*sizes, self.dtype, backend, self.quantization)]
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
         """Returns what the slot state depends on."""
@@ -244,7 +246,7 @@ class CacheShape:
 
     def _page_bytes(self, group: LayerGroup) -> int:
         """Returns the bytes of a page of all layers of a group."""
-        return len(group.layers) * group.memory.page_bytes(self.page_size, self.dtype)
+        return len(group.layers) * group.memory.page_bytes(self.page_size, self.dtype, self.quantization)
 
 
 def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:

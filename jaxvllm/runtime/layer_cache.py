@@ -159,6 +159,7 @@ class LayerCache:
         soft_cap: float | None,
         sinks: jax.Array | None = None,
         slopes: jax.Array | None = None,
+        kv_scales: jax.Array | None = None,
         index: IndexQueries | Literal["last"] | None = None,
     ) -> tuple[jax.Array, Kept]:
         """Is the layers' `Attend`."""
@@ -168,7 +169,8 @@ class LayerCache:
         own, place = pages[number], self._place(number, given)
         if chosen is not None and isinstance(index, IndexQueries):
             assert k is not None, "a layer with an index has keys of its own"
-            chosen, own = memory.choose(own, place, self._rows_of[number], k, index, self.backend)
+            kept_as = {"quantization": self.shape.quantization, "kv_scales": kv_scales}
+            chosen, own = memory.choose(own, place, self._rows_of[number], k, index, self.backend, **kept_as)
             k = None
         seen = chosen if index is not None and chosen is not None else None if index == "last" else index
         out, own = memory.attend(
@@ -183,6 +185,8 @@ class LayerCache:
             soft_cap=soft_cap,
             sinks=sinks,
             slopes=slopes,
+            quantization=self.shape.quantization,
+            kv_scales=kv_scales,
             index=seen,
             plan=self._plans[number, q.shape[1]],
             backend=self.backend,

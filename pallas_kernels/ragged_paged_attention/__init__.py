@@ -7,6 +7,7 @@ from pallas_kernels.ragged_paged_attention.api import (
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.layout import KVPages, RowLayout, backend_for, kv_pages_struct
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
 from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
 
@@ -15,6 +16,7 @@ __all__ = [
     "IndexQueries",
     "NO_WINDOW",
     "KVPages",
+    "KVQuantization",
     "RaggedRows",
     "RowLayout",
     "backend_for",

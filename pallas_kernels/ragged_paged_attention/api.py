@@ -10,7 +10,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference, sparse
 from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, RowLayout
-from pallas_kernels.ragged_paged_attention.quantize import QUANTIZED, quantize
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
 from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
@@ -59,6 +59,7 @@ def ragged_paged_attention(
     window: jax.Array | int,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    quantization: KVQuantization | None = None,
     kv_scales: jax.Array | None = None,
     latent_size: int | None = None,
     index: IndexQueries | ChosenPositions | None = None,
@@ -76,24 +77,25 @@ def ragged_paged_attention(
     With `latent_size` L and without v, the last L elements of a key are its value, which pages store once (DeepSeek V2,
     arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
     the index chooses (`sparse.py`), or to all where no more fit the page table; an index may have chosen before
-    (`choose_positions`). Pages of int8 or float8 hold keys and values divided by `kv_scales` f32[2, K], keys first
-    (None: by one). `plan` is the result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents,
-    with arbitrary finite values for padding tokens, and the pages.
+    (`choose_positions`). With `quantization` the pages hold keys and values in eight bits. Their scales are `kv_scales`
+    f32[2, K], those of keys first (None: one), or each token has its own. `plan` is the result of `plan_rows` for these
+    rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values for padding tokens, and the pages.
     Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
     backend supports. A page table that is too narrow for its longest row is not detected, because the length of a row
     is a value and not a shape.
     """
-    _check(q, k, v, kv_pages, rows, soft_cap, window, sinks, slopes, index, kv_scales, latent_size, backend)
-    head_size, dtype, layout = q.shape[-1], q.dtype, RowLayout.of(q.shape[-1], latent_size, backend)
-    if kv_pages.dtype in QUANTIZED:
-        scales = jnp.ones((2, kv_pages.shape[2])) if kv_scales is None else kv_scales
-        k, v = (x if x is None else quantize(x, s, kv_pages.dtype) for x, s in zip((k, v), scales, strict=True))
-        # The kernels see stored keys and values. The scales that divided them go into the queries and the output.
-        q = _scale_heads(q, scales[0])
+    _check(
+        q, k, v, kv_pages, rows, soft_cap, window, sinks, slopes, index, quantization, kv_scales, latent_size, backend
+    )
+    head_size, dtype = q.shape[-1], q.dtype
+    layout = RowLayout.of(head_size, latent_size, backend, quantization)
+    new = None if k is None else _new_rows(k, v, kv_pages, layout, quantization, kv_scales)
+    if kv_scales is not None:
+        # The kernels see codes. The scales that divided keys and values go into the queries and the output.
+        q = _scale_heads(q, kv_scales[0])
     q = layout.key(q)
-    new = None if k is None else layout.row(k, v)
     options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, window=window, sinks=sinks, slopes=slopes)
     value_size = layout.value_size if layout.is_latent else None
     if isinstance(index, IndexQueries) and not must_choose(index.top_k, rows, kv_pages):
@@ -104,9 +106,9 @@ def ragged_paged_attention(
         own, index_size = q[..., -head_size:], 0  # without padding
         if isinstance(index, IndexQueries):
             index_size = index.q.shape[-1]
-            index = sparse.choose(index, kv_pages, layer, rows, head_size=head_size)
-        sizes = {"latent_size": latent_size, "index_size": index_size}
-        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, **sizes)
+            index = sparse.choose(index, kv_pages, layer, rows, head_size=head_size, quantization=quantization)
+        how: dict[str, Any] = {"latent_size": latent_size, "index_size": index_size, "quantization": quantization}
+        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, **how)
     elif backend.kind == "tpu":
         if new is None:
             # Our kernel there writes while it attends, and writes again what it finds.
@@ -126,16 +128,18 @@ def ragged_paged_attention(
             assert isinstance(backend.chip, GpuChip)
             options |= {"plan": plan, "latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
             out = gpu.attend(q, kv_pages, layer, rows, **options)
-        elif backend.kind == "cpu" and kv_pages.dtype not in QUANTIZED:  # those are read by plain XLA
-            from pallas_kernels.ragged_paged_attention import cpu
-
-            assert isinstance(backend.chip, CpuChip)
-            out = cpu.attend(q, kv_pages, layer, rows, value_size=layout.value_size, chip=backend.chip, **options)
         else:
-            out = reference.attend(q, kv_pages, layer, rows, value_size=layout.value_size, **options)
+            options |= {"value_size": layout.value_size, "quantization": quantization}
+            if backend.kind == "cpu":
+                from pallas_kernels.ragged_paged_attention import cpu
+
+                assert isinstance(backend.chip, CpuChip)
+                out = cpu.attend(q, kv_pages, layer, rows, chip=backend.chip, **options)
+            else:
+                out = reference.attend(q, kv_pages, layer, rows, **options)
     out = layout.value(out, latent_size or head_size)
-    if kv_pages.dtype in QUANTIZED:
-        out = _scale_heads(out, scales[0 if layout.is_latent else 1])
+    if kv_scales is not None:
+        out = _scale_heads(out, kv_scales[0 if layout.is_latent else 1])
     return out.astype(dtype), kv_pages
 
 
@@ -146,6 +150,8 @@ def choose_positions(
     rows: RaggedRows,
     index: IndexQueries,
     *,
+    quantization: KVQuantization | None = None,
+    kv_scales: jax.Array | None = None,
     latent_size: int,
     backend: Backend,
 ) -> tuple[ChosenPositions, KVPages]:
@@ -154,15 +160,38 @@ def choose_positions(
     `ragged_paged_attention` without k then attends to these positions, in this layer or in another (GLM-5.2).
     """
     head_size = k.shape[-1]
-    if kv_pages.dtype in QUANTIZED:
-        k = quantize(k, jnp.ones(k.shape[1]), kv_pages.dtype)
-    kv_pages = write_kv(RowLayout.of(head_size, latent_size, backend).row(k, None), kv_pages, layer, rows)
-    return sparse.choose(index, kv_pages, layer, rows, head_size=head_size), kv_pages
+    layout = RowLayout.of(head_size, latent_size, backend, quantization)
+    new = _new_rows(k, None, kv_pages, layout, quantization, kv_scales)
+    kv_pages = write_kv(new, kv_pages, layer, rows)
+    # A scale of all keys changes no order of scores.
+    return sparse.choose(index, kv_pages, layer, rows, head_size=head_size, quantization=quantization), kv_pages
 
 
 def must_choose(top_k: int, rows: RaggedRows, kv_pages: KVPages) -> bool:
     """Returns whether a row of the page table has room for more than `top_k` positions: then an index chooses."""
     return rows.page_table.shape[1] * kv_pages.shape[3] > top_k
+
+
+def _new_rows(
+    k: jax.Array,
+    v: jax.Array | None,
+    kv_pages: KVPages,
+    layout: RowLayout,
+    quantization: KVQuantization | None,
+    kv_scales: jax.Array | None,
+) -> jax.Array:
+    """Returns this step's keys and values as rows of the pages, [T, K, W]."""
+    if quantization is None:
+        return layout.row(k, v)
+    held = kv_pages.dtype
+    if quantization.by_token:
+        assert v is not None, "latents have no scales of single tokens"
+        scales = [quantization.token_scales(x) for x in (k, v)]
+        k, v = (quantization.encoded(x, own, held) for x, own in zip((k, v), scales, strict=True))
+        return layout.row(k, v, quantization.scale_codes(jnp.stack(scales, -1), held).reshape(*k.shape[:2], -1))
+    of_keys, of_values = jnp.ones((2, k.shape[1])) if kv_scales is None else kv_scales
+    k = quantization.encoded(k, of_keys, held)
+    return layout.row(k, None if v is None else quantization.encoded(v, of_values, held))
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -181,6 +210,7 @@ def _check(
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     index: IndexQueries | ChosenPositions | None,
+    quantization: KVQuantization | None,
     kv_scales: jax.Array | None,
     latent_size: int | None,
     backend: Backend,
@@ -205,16 +235,16 @@ def _check(
     if any(x.dtype != q.dtype for x in new):
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in zip("kv", new, strict=False))
         raise ValueError(f"dtypes differ: q {q.dtype}, {dtypes}")
-    if width != (wanted := RowLayout.of(head_size, latent_size, backend).width):
+    if width != (wanted := RowLayout.of(head_size, latent_size, backend, quantization).width):
         raise ValueError(
             f"pages must be {wanted} wide, keys and values of heads of size {head_size} as the backend "
             f"{backend.kind} pads them, not {width}: make them with kv_pages_struct"
         )
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    if kv_pages.dtype != q.dtype and kv_pages.dtype not in QUANTIZED:
-        known = ", ".join(str(dtype) for dtype in QUANTIZED)
-        raise ValueError(f"pages must be of q's dtype {q.dtype} or one of {known}, not {kv_pages.dtype}")
+    if kv_pages.dtype != (held := q.dtype if quantization is None else quantization.held_in(backend)):
+        what = f"q's dtype {held}" if quantization is None else f"{held}, as the backend {backend.kind} holds codes"
+        raise ValueError(f"pages must be of {what}, not {kv_pages.dtype}")
     if rows.token_rows.shape != (num_tokens,):
         raise ValueError(f"rows describe {rows.token_rows.shape[0]} tokens, q has {num_tokens}")
     num_rows = len(rows.kv_lens)
@@ -236,8 +266,9 @@ def _check(
         raise NotImplementedError(
             "attention to the positions that an index chooses has no slopes: leave one of them out"
         )
-    if kv_scales is not None and kv_pages.dtype not in QUANTIZED:
-        raise ValueError(f"kv_scales are for quantized pages, these are {kv_pages.dtype}: leave them out")
+    if kv_scales is not None and (quantization is None or quantization.by_token):
+        kind = str(kv_pages.dtype) if quantization is None else "with scales of their tokens' own"
+        raise ValueError(f"kv_scales are for quantized pages without scales, these are {kind}: leave them out")
     if kv_scales is not None and kv_scales.shape != (2, num_kv_heads):
         raise ValueError(
             f"kv_scales must be [2, {num_kv_heads}], one for each KV head's keys and values, not {kv_scales.shape}"

@@ -8,6 +8,7 @@ of 64. Where heads, tokens and rows say nothing of a case, they are another case
 
 from dataclasses import dataclass
 
+from pallas_kernels.ragged_paged_attention.quantize import Codes, KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW
 
 SERVING_PAGE_SIZE = 64
@@ -40,7 +41,8 @@ class RaggedCase:
     soft_cap: float | None = None
     sinks: bool = False
     slopes: bool = False
-    kv_dtype: str | None = None  # of the pages; None: that of the queries
+    kv_dtype: Codes | None = None  # of the pages; None: that of the queries
+    by_token: bool = False  # each token has scales of its own
     latent_size: int | None = None  # of values that are the end of their keys
 
     def __post_init__(self) -> None:
@@ -56,6 +58,10 @@ class RaggedCase:
     def scale(self) -> float:
         """The factor of q . k."""
         return self.head_size**-0.5
+
+    @property
+    def quantization(self) -> KVQuantization | None:
+        return None if self.kv_dtype is None else KVQuantization(self.kv_dtype, self.by_token)
 
     @property
     def value_size(self) -> int:

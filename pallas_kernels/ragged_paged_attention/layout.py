@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 
 # f[L, P, K, S, W]: a token's key, then its value, on the last axis. A page of one head is contiguous, so one copy
 # fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
-# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once.
+# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once. Where a token has scales of
+# its own, they stand between its key and its value, so that both begin and end where they would without.
 type KVPages = jax.Array
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -47,12 +49,24 @@ class RowLayout:
     width: int
 
     @classmethod
-    def of(cls, head_size: int, latent_size: int | None, backend: Backend) -> Self:
+    def of(
+        cls, head_size: int, latent_size: int | None, backend: Backend, quantization: KVQuantization | None = None
+    ) -> Self:
         """Returns how `backend` lays out keys of `head_size` and as large values, or values that are the last
-        `latent_size` elements of their keys."""
+        `latent_size` elements of their keys.
+
+        Raises NotImplementedError where it has no scales of single tokens.
+        """
+        by_token = quantization is not None and quantization.by_token
+        if by_token and (latent_size is not None or backend.kind not in ("reference", "cpu")):
+            what = f"the {backend.kind} kernels read" if latent_size is None else "latent attention has"
+            raise NotImplementedError(
+                f"{what} no scales of single tokens (kv_cache_dtype int8_per_token_head, fp8_per_token_head): take "
+                "kv_cache_dtype fp8"
+            )
         if latent_size is None:
             padded = padded_head_size(head_size, backend)
-            return cls(padded, padded, 2 * padded)
+            return cls(padded, padded, 2 * padded + (0 if quantization is None else quantization.scale_bytes))
         value_size = _up_to(latent_size, LATENT_ALIGNMENT[backend.kind])
         # Where rows are copied by whole registers, keys begin at one, too.
         alignment = 128 if backend.kind == "tpu" else HEAD_ALIGNMENT[backend.kind]
@@ -69,9 +83,10 @@ class RowLayout:
         ends meet."""
         return _padded(x, self.key_size, in_front=self.is_latent)
 
-    def row(self, k: jax.Array, v: jax.Array | None) -> jax.Array:
-        """Returns keys and values as rows f[.., width] of pages."""
-        return self.key(k) if v is None else jnp.concatenate([self.key(k), self.key(v)], axis=-1)
+    def row(self, k: jax.Array, v: jax.Array | None, between: jax.Array | None = None) -> jax.Array:
+        """Returns keys and values, and what is between them, as rows [.., width] of pages."""
+        parts = [self.key(k), between, None if v is None else self.key(v)]
+        return jnp.concatenate([part for part in parts if part is not None], axis=-1)
 
     def value(self, out: jax.Array, size: int) -> jax.Array:
         """Returns the `size` elements that a value has before it is padded, of values f[.., D]."""
@@ -96,10 +111,13 @@ def kv_pages_struct(
     dtype: jnp.dtype,
     backend: Backend,
     latent_size: int | None = None,
+    quantization: KVQuantization | None = None,
 ) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the pages of a whole model. Page 0 is the trash page, to which padding writes.
 
-    With `latent_size`, the last so many elements of a key are its value.
+    With `latent_size`, the last so many elements of a key are its value. `dtype` is that of keys and values which have
+    no `quantization`.
     """
-    width = RowLayout.of(head_size, latent_size, backend).width
-    return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), dtype)
+    width = RowLayout.of(head_size, latent_size, backend, quantization).width
+    held = dtype if quantization is None else quantization.held_in(backend)
+    return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), held)

@@ -1,16 +1,87 @@
-"""Stores keys and values in eight bits."""
+"""Keys and values in eight bits: how pages hold their codes, and the scales by which codes are multiplied."""
+
+from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
 
-QUANTIZED = tuple(jnp.dtype(dtype) for dtype in (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2))
+from pallas_kernels.backend import Backend
+
+Codes = Literal["int8", "float8_e4m3fn", "float8_e5m2"]
+# The backends in plain XLA or for CPUs hold float8 as bytes. XLA:CPU scatters float8 as float16, which takes twice the
+# pool in temporaries (34 MB for a pool of 17; none as bytes), and a bitcast of the whole pool is one copy of it.
+_HOLD_BYTES = ("reference", "cpu")
+_SCALE_BYTES = 4  # of a float32
+# A key or value without a larger number counts as zeros, so that its scale is no denormal number, nor a divisor of 0.
+_LEAST = 1e-30
 
 
-def quantize(x: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Divides x f[T, K, D] by its head's scale f32[K], and rounds to the nearest value of `dtype`, saturating.
+@dataclass(frozen=True)
+class KVQuantization:
+    """Keys and values are codes in eight bits, each multiplied by a scale: one for a head, or one for each token of it.
 
-    `float8_e4m3fn` has no infinity, so without saturation one outlier would become a NaN in the cache.
+    The scales of heads are given with every call. A scale of a token stands beside its codes, and depends on nothing
+    but that key or value.
     """
-    limit = 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-    y = jnp.clip(x.astype(jnp.float32) / scales[:, None], -limit, limit)
-    return (jnp.round(y) if dtype == jnp.int8 else y).astype(dtype)
+
+    codes: Codes
+    by_token: bool = False
+
+    @property
+    def largest(self) -> float:
+        """The largest code."""
+        return 127.0 if self.codes == "int8" else float(jnp.finfo(self.codes).max)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of a row of a page that hold scales: that of its key and that of its value."""
+        return 2 * _SCALE_BYTES if self.by_token else 0
+
+    def held_in(self, backend: Backend) -> jnp.dtype:
+        """Returns the dtype of the pages of `backend`."""
+        as_bytes = self.codes != "int8" and backend.kind in _HOLD_BYTES
+        return jnp.dtype(jnp.uint8 if as_bytes else self.codes)
+
+    def token_scales(self, x: jax.Array) -> jax.Array:
+        """Returns the scale f32[T, K] of each of x f[T, K, D], by which its largest number becomes the largest code."""
+        most = jnp.abs(x.astype(jnp.float32)).max(axis=-1)
+        # XLA multiplies by the reciprocal of a constant divisor anyhow. Said so, any program gives the same bits. A NaN
+        # stays one.
+        return jnp.where(most < _LEAST, 1, most * (1 / self.largest))
+
+    def encoded(self, x: jax.Array, scales: jax.Array, held: DTypeLike) -> jax.Array:
+        """Divides x f[T, K, D] by scales f32[K] or f32[T, K], and rounds to the nearest code.
+
+        Larger numbers become the largest code: `float8_e4m3fn` has no infinity, so that one outlier would be a NaN in
+        the cache.
+        """
+        y = jnp.clip(x.astype(jnp.float32) / scales[..., None], -self.largest, self.largest)
+        return _as(jnp.round(y).astype(jnp.int8) if self.codes == "int8" else y.astype(self.codes), held)
+
+    def scale_codes(self, scales: jax.Array, held: DTypeLike) -> jax.Array:
+        """Returns scales f32[..] as the bytes that a row holds, [.., 4]."""
+        return lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.dtype(held))
+
+    def decoded(self, held: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns the codes of a part of pages as numbers. They are not multiplied by their scales."""
+        return _as(held, self.codes).astype(dtype)
+
+    def key_and_value(
+        self, rows: jax.Array, key_size: int, value_size: int, dtype: DTypeLike
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys and values of rows [.., W] of pages, multiplied by the scales that these rows hold."""
+        value_at = rows.shape[-1] - value_size
+        k, v = (self.decoded(part, jnp.float32) for part in (rows[..., :key_size], rows[..., value_at:]))
+        if self.by_token:
+            held = rows[..., key_size:value_at].reshape(*rows.shape[:-1], 2, _SCALE_BYTES)
+            scales = lax.bitcast_convert_type(held, jnp.float32)
+            k, v = k * scales[..., :1], v * scales[..., 1:]
+        return k.astype(dtype), v.astype(dtype)
+
+
+def _as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Returns the same bytes in another dtype. A part of the pages is read so, and never all of them."""
+    return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, jnp.dtype(dtype))

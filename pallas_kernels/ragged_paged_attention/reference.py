@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 # Tokens of KV per loop step. XLA CPU pays some 10 us per step for its small ops: 16 rows x 256 tokens x 8 layers
@@ -39,8 +40,12 @@ def attend(
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     value_size: int,
+    quantization: KVQuantization | None,
 ) -> jax.Array:
-    """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size]."""
+    """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size].
+
+    Where pages have a `quantization`, keys and values are their codes, times the scales of tokens where they have some.
+    """
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
     grouped = (q * jnp.asarray(scale, q.dtype)).reshape(num_tokens, num_kv_heads, -1, head_size)
@@ -51,7 +56,7 @@ def attend(
         None if of_heads is None else of_heads.astype(jnp.float32).reshape(num_kv_heads, -1)
         for of_heads in (sinks, slopes)
     )
-    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, slopes, value_size)
+    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, slopes, value_size, quantization)
     shape = num_tokens, num_heads, value_size
     if rows.decode_only:
         return _decode(grouped, rows.kv_lens, context).reshape(shape).astype(q.dtype)
@@ -113,6 +118,7 @@ class _Context:
     sinks: jax.Array | None  # f32[K, G]
     slopes: jax.Array | None  # f32[K, G]
     value_size: int
+    quantization: KVQuantization | None
 
     @property
     def chunk(self) -> int:
@@ -135,10 +141,13 @@ class _Context:
         count, num_kv_heads, _, head_size = q.shape
         columns = chunks[:, None] * self.chunk_pages + jnp.arange(self.chunk_pages, dtype=jnp.int32)
         pages = self.table[rows[:, None], columns]
-        kv = self.kv_pages[self.layer, pages].astype(q.dtype)  # f[N, pages, K, S, W]
+        kv = self.kv_pages[self.layer, pages]  # [N, pages, K, S, W]
         width = kv.shape[-1]
         kv = kv.transpose(0, 2, 1, 3, 4).reshape(count, num_kv_heads, self.chunk, width)
-        k, v = kv[..., :head_size], kv[..., width - self.value_size :]
+        if self.quantization is None:
+            k, v = kv[..., :head_size], kv[..., width - self.value_size :]
+        else:
+            k, v = self.quantization.key_and_value(kv, head_size, self.value_size, q.dtype)
         at = (chunks[:, None] * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
         seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
         logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)

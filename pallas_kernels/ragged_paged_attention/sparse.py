@@ -11,7 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.reference import MASKED
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
@@ -41,13 +43,19 @@ def scores_of(index: IndexQueries, keys: jax.Array) -> jax.Array:
 
 
 def choose(
-    index: IndexQueries, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows, *, head_size: int
+    index: IndexQueries,
+    kv_pages: jax.Array,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    *,
+    head_size: int,
+    quantization: KVQuantization | None,
 ) -> ChosenPositions:
     """Chooses among the positions that each query sees, over pages that hold this step's keys of `head_size` already.
 
     The first numbers of a key, as many as those of a query of the index, are its key there.
     """
-    pages = _IndexedPages(kv_pages, layer, index.q.shape[-1], head_size)
+    pages = _IndexedPages(kv_pages, layer, index.q.shape[-1], head_size, quantization)
     positions = jnp.where(rows.is_real(), rows.positions, -1)
 
     def choose_tile(index_q: jax.Array, weights: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -68,16 +76,17 @@ def attend(
     scale: float,
     latent_size: int,
     index_size: int,
+    quantization: KVQuantization | None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] over pages of one KV head, which hold this step's keys already: f[T, H, latent_size].
 
     The first `index_size` numbers of q and of a key are not read.
     """
-    pages = _IndexedPages(kv_pages, layer, index_size, q.shape[-1])
+    pages = _IndexedPages(kv_pages, layer, index_size, q.shape[-1], quantization)
 
     def attend_tile(q: jax.Array, chosen: jax.Array, row: jax.Array) -> jax.Array:
         is_chosen = chosen >= 0
-        kv = jnp.where(is_chosen[..., None], pages.rows_at(rows.page_table[row], jnp.maximum(chosen, 0)), 0)
+        kv = jnp.where(is_chosen[..., None], pages.rows_at(rows.page_table[row], jnp.maximum(chosen, 0), q.dtype), 0)
         logits = jnp.einsum("thd,tkd->thk", q * jnp.asarray(scale, q.dtype), kv, preferred_element_type=jnp.float32)
         logits = jnp.where(is_chosen[:, None], logits, MASKED)
         shares = jnp.where(is_chosen[:, None], jnp.exp(logits - logits.max(-1, keepdims=True)), 0)
@@ -111,6 +120,7 @@ class _IndexedPages(NamedTuple):
     layer: jax.Array | int
     index_size: int
     head_size: int  # the last so many numbers of a row are a key
+    quantization: KVQuantization | None  # of all keys, which then are codes
 
     def best(self, index: IndexQueries, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the best positions i32[t, k] of each query, and bool[t, k], true for those that it sees.
@@ -126,7 +136,7 @@ class _IndexedPages(NamedTuple):
         def score(number: jax.Array, scores: jax.Array) -> jax.Array:
             pages = lax.dynamic_slice_in_dim(table, number * chunk_pages, chunk_pages, axis=1)
             keys = self.kv_pages[self.layer, pages, 0, :, begin : begin + self.index_size]
-            found = scores_of(index, keys.reshape(len(table), chunk, -1))
+            found = scores_of(index, self._numbers(keys, jnp.float32).reshape(len(table), chunk, -1))
             return lax.dynamic_update_slice_in_dim(scores, found, number * chunk, axis=1)
 
         scores = jnp.full((len(table), longest), -jnp.inf, jnp.float32)
@@ -135,9 +145,13 @@ class _IndexedPages(NamedTuple):
         best, chosen = lax.top_k(scores, min(index.top_k, longest))
         return chosen, best > -jnp.inf
 
-    def rows_at(self, table: jax.Array, positions: jax.Array) -> jax.Array:
+    def rows_at(self, table: jax.Array, positions: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Returns what attention reads of the keys at `positions` i32[t, k] of each row: f[t, k, D]."""
         page_size = self.kv_pages.shape[3]
         pages = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
         begin = self.kv_pages.shape[4] - self.head_size + self.index_size
-        return self.kv_pages[self.layer, pages, 0, positions % page_size, begin:]
+        return self._numbers(self.kv_pages[self.layer, pages, 0, positions % page_size, begin:], dtype)
+
+    def _numbers(self, part: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns a part of the pages as numbers: where it has codes, in `dtype`."""
+        return part if self.quantization is None else self.quantization.decoded(part, dtype)

@@ -1,12 +1,16 @@
 """What an engine is where its config leaves that open."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from jaxvllm import EngineConfig
+from jaxvllm.config import KVCacheDtype
+from jaxvllm.engine.kv_cache_dtype import QUANTIZATIONS
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from pallas_kernels.chips import CpuChip
+from pallas_kernels.ragged_paged_attention import KVQuantization
+from pallas_kernels.ragged_paged_attention.quantize import Codes
 from tests.models.fixture import Fixture
 
 LLAMA = Fixture.load("llama").config
@@ -31,7 +35,7 @@ def resolved(platform: str, stated: str = "bfloat16", **options: Any) -> Resolve
 )
 def test_the_dtype(platform: str, stated: str, chosen: str, dtype: str) -> None:
     made = resolved(platform, stated, dtype=chosen)
-    assert made.dtype.name == made.page_dtype.name == dtype
+    assert made.dtype.name == dtype and made.kv_quantization is None
 
 
 def cpu(features: str) -> CpuChip:
@@ -64,7 +68,7 @@ def test_bfloat16_stays_on_cpus_whose_kernels_multiply_it(
 
     monkeypatch.setattr("pallas_kernels.cpu.host.host_chip", host_chip)
     made = resolved("cpu", stated, **options)
-    assert made.dtype.name == made.page_dtype.name == dtype
+    assert made.dtype.name == dtype and made.kv_quantization is None
 
 
 def test_tpus_have_no_float16() -> None:
@@ -72,9 +76,44 @@ def test_tpus_have_no_float16() -> None:
         resolved("tpu", dtype="float16")
 
 
-def test_pages_in_eight_bits() -> None:
-    assert resolved("gpu", kv_cache_dtype="fp8").page_dtype.name == "float8_e4m3fn"
-    assert resolved("tpu", kv_cache_dtype="fp8_e5m2").page_dtype.name == "float8_e5m2"
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+
+
+def test_keys_and_values_in_eight_bits() -> None:
+    assert resolved("gpu", kv_cache_dtype="fp8").kv_quantization == KVQuantization("float8_e4m3fn")
+    assert resolved("tpu", kv_cache_dtype="fp8_e5m2").kv_quantization == KVQuantization("float8_e5m2")
+    assert resolved("cpu", kv_cache_dtype="int8_per_token_head").kv_quantization == KVQuantization("int8", True)
+    assert resolved("gpu", kv_cache_dtype="bfloat16").kv_quantization is None
+    with pytest.raises(ValueError, match="the dtype of the model, which is bfloat16, or one of fp8"):
+        resolved("gpu", kv_cache_dtype="float16")
+    with pytest.raises(ValueError, match="int8 needs a checkpoint whose kv_cache_scheme is int8"):
+        resolved("cpu", kv_cache_dtype="int8")
+    assert set(QUANTIZATIONS) <= set(get_args(KVCacheDtype))
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes"),
+    [
+        (COMPRESSED | {"kv_cache_scheme": SCHEME}, "float8_e4m3fn"),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "float8_e4m3fn"),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}, "int8"),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"num_bits": 4}}, None),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"symmetric": False}}, None),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
+        (COMPRESSED | {"kv_cache_scheme": None}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "float8_e4m3fn"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, None),
+    ],
+)
+def test_auto_is_what_the_checkpoint_was_calibrated_for(settings: dict[str, Any], codes: Codes | None) -> None:
+    config = LLAMA | {"torch_dtype": "bfloat16", "quantization_config": settings}
+    made = ResolvedConfig.of(EngineConfig(), config, "gpu")
+    assert made.kv_quantization == (None if codes is None else KVQuantization(codes))
+    # The model has the scales in all of its layers, and none where nothing is divided by them.
+    assert all(layer.attention.has_kv_scales is (codes is not None) for layer in made.spec.layers)
+    plain = ResolvedConfig.of(EngineConfig(kv_cache_dtype="bfloat16"), config, "gpu")
+    assert plain.kv_quantization is None and not plain.spec.layers[0].attention.has_kv_scales
 
 
 def test_values_of_the_models_config_are_replaced() -> None:

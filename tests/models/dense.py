@@ -27,6 +27,7 @@ def dense_attend(
     soft_cap: float | None,
     sinks: jax.Array | None = None,
     slopes: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     index: IndexQueries | Literal["last"] | None = None,
 ) -> Any:
     """An `attend` for one whole sequence at positions 0, 1, ... Its cache is `dense_cache`, or any where all layers

@@ -105,11 +105,13 @@ def round_up(number: int, step: int) -> int:
 def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFERENCE, seed: int = 0) -> Call:
     rng = np.random.default_rng(seed)
     T, H, K, D, S = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size, case.page_size
-    layout = RowLayout.of(D, case.latent_size, backend)
+    layout = RowLayout.of(D, case.latent_size, backend, case.quantization)
     value = slice(None) if case.latent_size is None else slice(D - case.latent_size, None)
     dtype = np.dtype(dtype)
     stored = np.dtype(jnp.dtype(case.kv_dtype or dtype))
-    scales = rng.uniform(0.01, 0.03, (2, K)).astype(np.float32) if case.kv_dtype else None
+    held = stored if case.quantization is None else case.quantization.held_in(backend)
+    by_head = case.kv_dtype is not None and not case.by_token
+    scales = rng.uniform(0.01, 0.03, (2, K)).astype(np.float32) if by_head else None
     if scales is not None and case.latent_size is not None:
         scales[1] = scales[0]  # a value is stored in its key
     # int8 has no NaN; it has one value that is never stored.
@@ -118,17 +120,17 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
 
-    def store(kv: np.ndarray) -> np.ndarray:
-        """What the pages hold of kv [2, .., K, D]."""
+    def store(kv: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+        """What the pages hold of kv [2, s, K, D], with scales that fit [2, s, K, 1]."""
         if scales is None:
             return kv
-        scaled = kv.astype(np.float32) / scales.reshape(2, *[1] * (kv.ndim - 3), K, 1)
+        scaled = kv.astype(np.float32) / scales
         return (np.clip(np.round(scaled), -127, 127) if stored == np.int8 else scaled).astype(stored)
 
     num_pages = round_up(case.num_pages, POOL_TOKENS // S)
     free = rng.permutation(np.arange(1, num_pages)).tolist()
     unowned = free.pop()
-    pages = np.full((LAYERS, num_pages, K, S, layout.width), poison, stored)
+    pages = np.full((LAYERS, num_pages, K, S, layout.width), poison, stored).view(held)
     written = pages.copy()
     table = np.full((len(case.rows), round_up(case.max_pages, TABLE_PAGES)), unowned, np.int32)
     sinks = rng.standard_normal(H).astype(np.float32) + 1 if case.sinks else None
@@ -144,19 +146,26 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
             context = normal(2, row.kv_len, K, D)
             if case.latent_size is not None:
                 context[1] = context[0]
-            kept = store(context)
+            own = None if scales is None else scales[:, None, :, None]
+            if case.by_token:
+                largest = 127 if stored == np.int8 else float(jnp.finfo(stored).max)
+                own = np.abs(context.astype(np.float32)).max(-1, keepdims=True) * np.float32(1 / largest)
+            kept = store(context, own)
             slab = np.zeros((row.kv_len, K, layout.width), stored)
             if case.latent_size is None:
-                slab[..., :D], slab[..., layout.key_size :][..., :D] = kept
+                slab[..., :D], slab[..., layout.width - layout.value_size :][..., :D] = kept
+                if case.by_token:
+                    between = slab[..., layout.key_size : layout.width - layout.value_size]
+                    between[...] = np.stack(own, axis=-2).reshape(row.kv_len, K, 2).view(stored)
             else:
                 slab[..., layout.width - D :] = kept[0]
             old = row.kv_len if layer != LAYER else row.kv_len - row.query_len
             for target, end in ((written, row.kv_len), (pages, old)):
-                target[layer, mine[positions[:end] // S], :, positions[:end] % S] = slab[:end]
+                target[layer, mine[positions[:end] // S], :, positions[:end] % S] = slab[:end].view(held)
             if layer == LAYER and row.query_len:
                 tokens = slice(case.first_token(index), case.first_token(index) + row.query_len)
                 k[tokens], v[tokens] = context[:, row.kv_len - row.query_len :]
-                seen = kept.astype(np.float64) * (1 if scales is None else scales[:, None, :, None])
+                seen = kept.astype(np.float64) * (1 if own is None else own)
                 expected[tokens] = dense(q[tokens], seen[0], seen[1][..., value], case, sinks, slopes)
                 real[tokens] = True
     assert len(free) == num_pages - case.num_pages

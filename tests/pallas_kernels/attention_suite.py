@@ -15,19 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, kv_pages_struct, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    NO_WINDOW,
+    KVQuantization,
+    RaggedRows,
+    kv_pages_struct,
+    ragged_paged_attention,
+)
 from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase, RowCase
 from tests.pallas_kernels.attention_call import BACKENDS, DTYPES, LAYER, LAYERS, Call, make_call
 
 
 @cache
-def attention(scale: float, soft_cap: float | None, latent_size: int | None, name: str) -> Callable[..., Any]:
+def attention(
+    scale: float,
+    soft_cap: float | None,
+    latent_size: int | None,
+    quantization: KVQuantization | None,
+    name: str,
+) -> Callable[..., Any]:
     """The jitted call of (q, k, v, pages, layer, rows, window=..., sinks=..., slopes=..., kv_scales=...).
 
     The window is data, as in a model's scan over layers: most of an interpreter's time goes into compiling, and cases
     of the same shapes share a program.
     """
-    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, latent_size=latent_size, backend=BACKENDS[name])
+    options: dict[str, Any] = dict(scale=scale, soft_cap=soft_cap, latent_size=latent_size, quantization=quantization)
+    options |= {"backend": BACKENDS[name]}
     return jax.jit(partial(ragged_paged_attention, **options))
 
 
@@ -37,7 +50,9 @@ def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
         name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "slopes", "kv_scales")
     } | {"layer": LAYER, "window": call.case.window} | changes  # fmt: skip
     positional = [arguments.pop(name) for name in ("q", "k", "v", "pages", "layer", "rows")]
-    out, pages = attention(call.case.scale, call.case.soft_cap, call.case.latent_size, name)(*positional, **arguments)
+    case = call.case
+    function = attention(case.scale, case.soft_cap, case.latent_size, case.quantization, name)
+    out, pages = function(*positional, **arguments)
     return np.asarray(out), np.asarray(pages)
 
 
@@ -54,9 +69,15 @@ QUICK = (
 
 
 def marks_of(case: RaggedCase) -> Sequence[pytest.MarkDecorator]:
-    return () if case.name in QUICK else [pytest.mark.slow]
+    return () if case.name in QUICK or case in BY_TOKEN else [pytest.mark.slow]
 
 
+# Two of one byte, whose tokens have scales of their own: for kernels that read those.
+BY_TOKEN = tuple(
+    replace(case, name=f"{case.name}-by-token", by_token=True)
+    for case in CASES
+    if case.name in ("mixed-int8", "decode-fp8")
+)
 # Of the same programs as cases above.
 EMPTY = RowCase(0, 0)
 DECODE = RaggedCase(
@@ -84,7 +105,7 @@ class AttentionSuite:
     """The tests of one backend, whose name a subclass gives."""
 
     backend: str
-    cases: ClassVar[Sequence[RaggedCase]] = CASES
+    cases: ClassVar[Sequence[RaggedCase]] = (*CASES, *BY_TOKEN)
     bfloat16_cases: ClassVar[Sequence[str]] = ("decode-mqa", "mixed-any-order")  # with decoding, drafts and a prompt
     scanned: ClassVar[RaggedCase] = MIXED
     outputs: ClassVar[dict[tuple[str, str], bytes]] = {}  # of a backend's first run of a case

@@ -80,6 +80,24 @@ def test_bfloat16_is_rounded_as_everywhere(lanes: int) -> None:
     np.testing.assert_array_equal(result, expected)
 
 
+def loading(dtype: str) -> Callable[[Emitter, Frame], None]:
+    def load(e: Emitter, frame: Frame) -> None:
+        x, y = frame.argument(0), frame.result(0)
+        with e.loop(0, x.size(0), e.lanes) as i:
+            e.store(y.data + i * 4, e.load(x.data + i, dtype))
+
+    load.__name__ = f"load_{dtype}"
+    return load
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_code_of_eight_bits(lanes: int, dtype: str) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    result = run(loading(dtype), codes, lanes)
+    np.testing.assert_array_equal(result, codes.view(jnp.dtype(dtype)).astype(np.float32))
+
+
 def summing(e: Emitter, frame: Frame) -> None:
     """Sums of 1, 2, 4 .. vectors: result [n, lanes] has those of the first 2**n."""
     x, y = frame.argument(0), frame.result(0)
@@ -150,7 +168,8 @@ def test_the_kernels_compile_for_machines_that_are_not_here(
     check_features(chip)
     for dtype in ("float32", "bfloat16"):
         for kernel, dtypes in (
-            (attention, (dtype,)),
+            (attention, (dtype, dtype, "by-head")),
+            (attention, (dtype, "float8_e4m3fn", "by-token")),
             (matmul, (dtype, "float32", dtype)),
             (matmul, (dtype, "float32", "int8")),
         ):

@@ -209,7 +209,7 @@ def compiled_latents(case: RaggedCase, backend: Backend) -> Callable[..., jax.Ar
     return jax.jit(
         lambda q, pages, rows, sinks, kv_scales: ragged_paged_attention(
             q, None, None, pages, LAYER, rows, scale=case.scale, window=case.window, sinks=sinks, kv_scales=kv_scales,
-            latent_size=case.latent_size, backend=backend,
+            quantization=case.quantization, latent_size=case.latent_size, backend=backend,
         )[0]
     )  # fmt: skip
 

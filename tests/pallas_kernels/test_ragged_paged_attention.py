@@ -9,9 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    NO_WINDOW,
+    KVQuantization,
+    RaggedRows,
+    kv_pages_struct,
+    ragged_paged_attention,
+)
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase, RowCase
-from tests.pallas_kernels.attention_call import LAYER, Call, make_call
+from tests.pallas_kernels.attention_call import BACKENDS, LAYER, Call, make_call
 from tests.pallas_kernels.attention_suite import DECODE, MIXED, AttentionSuite, run
 
 
@@ -82,7 +88,7 @@ def test_which_token_belongs_to_which_row() -> None:
     assert decode.is_real().tolist() == [True, False, True, False]
 
 
-def abstract_call(**changes: Any) -> Any:
+def abstract_call(quantization: KVQuantization | None = None, **changes: Any) -> Any:
     """The shapes that a call of MIXED returns, some arguments replaced by (shape, dtype)."""
     call = make_call(MIXED)
     names = ("q", "k", "v", "pages")
@@ -90,7 +96,11 @@ def abstract_call(**changes: Any) -> Any:
     structs = {name: jax.ShapeDtypeStruct(*spec) for name, spec in specs.items()}
     positional = [structs.pop(name) for name in names]
     return jax.eval_shape(
-        partial(ragged_paged_attention, scale=1.0, window=NO_WINDOW), *positional, LAYER, call.rows, **structs
+        partial(ragged_paged_attention, scale=1.0, window=NO_WINDOW, quantization=quantization),
+        *positional,
+        LAYER,
+        call.rows,
+        **structs,
     )
 
 
@@ -126,7 +136,7 @@ def test_a_page_table_of_other_rows_is_refused() -> None:
     ("dtypes", "message"),
     [
         ({"q": jnp.bfloat16}, "dtypes differ: q bfloat16, k float32"),
-        ({"pages": jnp.bfloat16}, "pages must be of q's dtype float32 or one of int8, .* not bfloat16"),
+        ({"pages": jnp.bfloat16}, "pages must be of q's dtype float32, not bfloat16"),
     ],
 )
 def test_dtypes_that_differ_are_refused(dtypes: dict[str, Any], message: str) -> None:
@@ -137,9 +147,27 @@ def test_dtypes_that_differ_are_refused(dtypes: dict[str, Any], message: str) ->
 
 def test_scales_of_other_heads_are_refused() -> None:
     pages = (make_call(MIXED).pages.shape, jnp.int8)
-    abstract_call(pages=pages, kv_scales=((2, 2), jnp.float32))
+    abstract_call(KVQuantization("int8"), pages=pages, kv_scales=((2, 2), jnp.float32))
     with pytest.raises(ValueError, match=r"kv_scales must be \[2, 2\]"):
-        abstract_call(pages=pages, kv_scales=((2, 4), jnp.float32))
+        abstract_call(KVQuantization("int8"), pages=pages, kv_scales=((2, 4), jnp.float32))
+
+
+def test_pages_that_are_not_in_the_form_of_the_backend_are_refused() -> None:
+    with pytest.raises(ValueError, match="pages must be of uint8, as the backend reference holds codes, not float8"):
+        abstract_call(KVQuantization("float8_e4m3fn"), pages=(make_call(MIXED).pages.shape, jnp.float8_e4m3fn))
+    # Two scales of four bytes follow a key, so pages without them are too narrow.
+    with pytest.raises(ValueError, match="pages must be 40 wide"):
+        abstract_call(KVQuantization("int8", by_token=True), pages=(make_call(MIXED).pages.shape, jnp.int8))
+
+
+@pytest.mark.parametrize(
+    ("backend", "latent_size", "message"),
+    [("tpu", None, "the tpu kernels read no scales"), ("reference", 8, "latent attention has no scales")],
+)
+def test_scales_of_tokens_where_nothing_reads_them(backend: str, latent_size: int | None, message: str) -> None:
+    by_token = KVQuantization("int8", by_token=True)
+    with pytest.raises(NotImplementedError, match=f"{message} of single tokens .*: take kv_cache_dtype fp8"):
+        kv_pages_struct(1, 2, 16, 1, 16, jnp.dtype(jnp.float32), BACKENDS[backend], latent_size, by_token)
 
 
 @pytest.mark.parametrize(

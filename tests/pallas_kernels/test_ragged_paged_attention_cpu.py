@@ -17,7 +17,11 @@ class CpuSuite(AttentionSuite):
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize(
         "case",
-        [MIXED, replace(MIXED, name="all", window=NO_WINDOW, soft_cap=20.0, sinks=True, num_heads=6, head_size=48)],
+        [
+            MIXED,
+            replace(MIXED, name="all", window=NO_WINDOW, soft_cap=20.0, sinks=True, num_heads=6, head_size=48),
+            replace(MIXED, name="by-token", soft_cap=20.0, kv_dtype="float8_e4m3fn", by_token=True),
+        ],
         ids=str,
     )
     def test_a_token_has_the_same_bits_alone(self, case: Any, dtype: Any) -> None:

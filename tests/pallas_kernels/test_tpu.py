@@ -96,7 +96,7 @@ def compiled(case: RaggedCase, chip: TpuChip) -> Callable[..., Any]:
             patch.setattr(pltpu, "InterpretParams", partial(pltpu.InterpretParams, dma_execution_mode="eager"))
             return ragged_paged_attention(
                 q, k, v, pages, LAYER, rows, scale=case.scale, soft_cap=case.soft_cap, window=window, sinks=sinks,
-                slopes=slopes, kv_scales=kv_scales, backend=backend(chip),
+                slopes=slopes, quantization=case.quantization, kv_scales=kv_scales, backend=backend(chip),
             )  # fmt: skip
 
     return jax.jit(call)

@@ -4,18 +4,19 @@ import pytest
 
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.runtime.buckets import Bucket
+from pallas_kernels.ragged_paged_attention import KVQuantization
 from tests.planner.deployments import TINY, deployment
 
 
 def test_what_is_left_open_is_as_in_the_engine():
     on_chip = deployment("Llama-3.1-8B", "v5e", mesh="2x8")
     on_cpu = deployment("Llama-3.1-8B", "cpu", attention_backend="reference")
-    assert (on_chip.replicas, on_chip.size, on_chip.dtype, on_chip.page_dtype) == (2, 8, "bfloat16", "bfloat16")
+    assert (on_chip.replicas, on_chip.size, on_chip.dtype, on_chip.kv_quantization) == (2, 8, "bfloat16", None)
     assert (on_chip.largest, on_chip.decode) == (Bucket(2048, 256), Bucket(256, 256))
     assert (on_cpu.dtype, on_cpu.largest, on_cpu.decode) == ("float32", Bucket(512, 64), Bucket(64, 64))
     assert deployment(TINY, "v5e", max_num_seqs=4000).max_num_batched_tokens == 4000
     assert deployment(TINY, "v5e", max_num_batched_tokens=16).max_num_seqs == 16
-    assert deployment(TINY, "v5e", kv_cache_dtype="fp8").page_dtype == "float8_e4m3fn"
+    assert deployment(TINY, "v5e", kv_cache_dtype="fp8").kv_quantization == KVQuantization("float8_e4m3fn")
     assert on_chip.max_pages == 131072 // 16
     assert deployment(TINY, "v5e", max_model_len=33, page_size=32).max_pages == 2
     assert deployment(TINY, "v5e", max_model_len=33, page_size=32, max_num_seqs=3).useful_pages == 7

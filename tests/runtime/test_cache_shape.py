@@ -114,7 +114,7 @@ def test_memories_are_grouped_by_what_they_keep() -> None:
         (4, 2, 1, 32),
     ]
     share = Share(Spread(keys, 2), jnp.dtype("float32"))
-    assert share.page_bytes(16, jnp.dtype("float32"), REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)
+    assert share.page_bytes(16, REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)
 
 
 def test_a_state_is_a_page_of_a_group_that_slides() -> None:
@@ -128,8 +128,8 @@ def test_a_state_is_a_page_of_a_group_that_slides() -> None:
     pages = shape.pages(spec, REFERENCE, make_mesh(MeshShape(1, 2), jax.devices()))
     assert [(of.shape[:3], of.dtype) for of in pages] == [((2, 41, 2), jnp.bfloat16), ((4, 21, 4), jnp.float32)]
     share = Share(Spread(spec, 2), jnp.dtype("bfloat16"))
-    assert share.page_bytes(16, jnp.dtype("bfloat16"), REFERENCE) == 2 * 16 * 48 * 2
-    assert share.state_bytes(16, jnp.dtype("bfloat16"), REFERENCE) == 4 * states.memory.page_bytes(16, "bfloat16") // 2
+    assert share.page_bytes(16, REFERENCE) == 2 * 16 * 48 * 2
+    assert share.state_bytes(16, REFERENCE) == 4 * states.memory.page_bytes(16, "bfloat16") // 2
 
 
 def test_a_layer_that_keeps_several_things_is_in_as_many_groups() -> None:

@@ -19,6 +19,7 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
+from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Layout, abstract_params, head_of
 from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
@@ -30,8 +31,9 @@ from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step import forward
 from jaxvllm.runtime.step_model import StepModel
 from jaxvllm.runtime.step_program import StepCompiler, StepProgram
-from pallas_kernels.backend import REFERENCE
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.placement import mesh_of
 from tests.models.changed import in_windows
 
@@ -118,6 +120,25 @@ def test_the_sampler_updates_the_state_in_place() -> None:
 @pytest.mark.parametrize("bucket", [DECODE, BURST, pytest.param(DRAFTS, marks=pytest.mark.slow), MIXED], ids=repr)
 def test_no_copy_of_the_pages(bucket: Bucket) -> None:
     assert compiled(bucket, "separate").memory_analysis().temp_size_in_bytes < KV_BYTES / 10
+
+
+@pytest.mark.parametrize(
+    ("quantization", "backend"),
+    [
+        (KVQuantization("float8_e4m3fn"), REFERENCE),
+        (KVQuantization("float8_e5m2"), Backend("cpu", host_chip())),
+        (KVQuantization("int8", by_token=True), Backend("cpu", host_chip())),
+    ],
+    ids=["e4m3", "e5m2", "int8-by-token"],
+)
+def test_no_copy_of_pages_in_eight_bits(quantization: KVQuantization, backend: Backend) -> None:
+    shape, spec = replace(SHAPE, quantization=quantization), SPEC if quantization.by_token else with_kv_scales(SPEC)
+    [pages] = kv = shape.pages(spec, backend, MESH)
+    assert pages.dtype.itemsize == 1 and pages.size < KV_BYTES / 3.5
+    params = abstract_params(spec, jnp.float32, "separate", MESH)
+    memory = StepCompiler(params, kv, spec, shape, backend, MESH).compile(MIXED).begin.memory_analysis()
+    assert memory.alias_size_in_bytes >= pages.size + STATE_BYTES
+    assert memory.temp_size_in_bytes < pages.size / 8  # those of one layer are half
 
 
 def test_no_copy_of_a_weight() -> None:

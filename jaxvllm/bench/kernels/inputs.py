@@ -93,9 +93,9 @@ def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backe
     """Makes pages [L, P, K, S, W], with the same keys and values however `backend` pads them."""
     stored = jnp.dtype(case.kv_dtype or dtype)
     sizes = layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size
-    struct = kv_pages_struct(*sizes, stored, backend, case.latent_size)
-    layout = RowLayout.of(case.head_size, case.latent_size, backend)
-    page = _random_page_values(struct.shape[2:4], case.head_size, layout, stored)
+    struct = kv_pages_struct(*sizes, stored, backend, case.latent_size, case.quantization)
+    layout = RowLayout.of(case.head_size, case.latent_size, backend, case.quantization)
+    page = _random_page_values(struct.shape[2:4], case.head_size, layout, stored).view(struct.dtype)
     pages: jax.Array = _repeat(page, *struct.shape[:2])
     return pages
 

@@ -48,7 +48,7 @@ class OurAttention:
         return ragged_paged_attention(
             inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
             window=case.window, sinks=inputs.sinks, slopes=inputs.slopes, kv_scales=inputs.kv_scales, plan=inputs.plan,
-            backend=self.backend, latent_size=case.latent_size,
+            backend=self.backend, latent_size=case.latent_size, quantization=case.quantization,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvllm.models.heads.head import Declarations
 from jaxvllm.models.heads.kinds import open_draft
+from jaxvllm.models.kv_scales import KV_SCALE_ENDS
 from jaxvllm.models.params import Params
 from jaxvllm.models.safetensors_files import WeightFiles
 from jaxvllm.models.weight_names import Source
@@ -21,7 +22,8 @@ class HeadTensors:
     """The tensors of heads, among those of `files`. Each of the `own` must be used."""
 
     def __init__(self, files: WeightFiles, own: Iterable[str]):
-        self._files, self._left = files, set(own)
+        # Heads are not calibrated: what their pages hold has no scales here.
+        self._files, self._left = files, {name for name in own if not name.endswith(KV_SCALE_ENDS)}
 
     @classmethod
     def open(cls, directory: Path) -> Self:

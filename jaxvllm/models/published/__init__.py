@@ -36,9 +36,7 @@ _OF_MLX = "quantization"  # mlx-lm writes it in both places, and states no quant
 
 def published_encoding(config: Mapping[str, Any]) -> Encoding | None:
     """Returns the encoding that a config.json states, or None. Raises ValueError that names one that is not known."""
-    inner = config.get(_NESTED)
-    places = (config, inner if isinstance(inner, dict) else {})
-    settings = next((place[key] for place in places for key in (_KEY, _OF_MLX) if place.get(key)), None)
+    settings = _settings(config)
     if not settings:
         return None
     method = _method(settings) if isinstance(settings, dict) else None
@@ -53,6 +51,18 @@ def published_encoding(config: Mapping[str, Any]) -> Encoding | None:
             "checkpoint of the same model in one of these, or in bfloat16"
         )
     return METHODS[method](HfConfig(settings))
+
+
+def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the quantization_config of a config.json, or an empty one."""
+    settings = _settings(config)
+    return settings if isinstance(settings, dict) else {}
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    inner = config.get(_NESTED)
+    places = (config, inner if isinstance(inner, dict) else {})
+    return next((place[key] for place in places for key in (_KEY, _OF_MLX) if place.get(key)), None)
 
 
 def _method(settings: Mapping[str, Any]) -> Any:

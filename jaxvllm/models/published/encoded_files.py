@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.models.kv_scales import KV_SCALE_ENDS
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, ScaledCodes
 from jaxvllm.models.safetensors_files import WeightFiles
@@ -18,8 +19,6 @@ from jaxvllm.models.weight_names import Source
 # So many elements are decoded at a time. For 15 million integers of four bits this takes 41 ms, and pieces of a quarter
 # of this size take 60, of four times this size 82.
 _MOST = 1 << 20
-# The ends of the names of scales of a quantized KV cache. Pages here have no such scales, and the model is the same.
-_OF_PAGES = (".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,10 @@ class EncodedFiles:
     @classmethod
     def of(cls, files: WeightFiles, encoding: Encoding) -> "EncodedFiles":
         parts: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        for name in sorted(name for name in files.names if not name.endswith(_OF_PAGES)):
-            ends = ((end, whole) for end, whole in encoding.ends.items() if name.endswith(end))
+        for name in sorted(files.names):
+            # Scales of keys and values are parts of no matrix.
+            own = {} if name.endswith(KV_SCALE_ENDS) else encoding.ends
+            ends = ((end, whole) for end, whole in own.items() if name.endswith(end))
             end, whole = next(ends, ("", ""))
             parts[name.removesuffix(end) + whole] += (name,)
         return cls(files, encoding, dict(parts))
@@ -46,6 +47,12 @@ class EncodedFiles:
     def where(self, name: str) -> str:
         """Returns the file of a tensor, or of the first of its parts."""
         return self.files.where(self.parts[name][0])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is not quantized."""
+        header = self.files.header(name)
+        assert header is not None, name
+        return header.shape
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor or a part of it is missing, or another one. Nothing of it is read."""

@@ -118,6 +118,10 @@ class GgufTensors:
         stored_name = self.places[name].name
         return f"{self.file.tensors[stored_name].path}: tensor {stored_name}"
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor that is there."""
+        return self.file.tensors[self.places[name].name].shape
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
         self._part(name, shape)

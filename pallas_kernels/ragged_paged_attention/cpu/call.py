@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
+from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 
@@ -21,23 +22,27 @@ def attend(
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     value_size: int,
+    quantization: KVQuantization | None,
     chip: CpuChip,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size].
 
-    All sizes must be multiples of 16.
+    All sizes must be multiples of 16. Where pages have a `quantization`, keys and values are their codes, times the
+    scales of tokens where they have some.
 
     Each row gives the same bits whatever other rows there are, however many threads compute them, and wherever its
     pages lie.
     """
-    if q.dtype != kv_pages.dtype or q.shape[-1] % 16 or value_size % 16:
+    if (quantization is None and q.dtype != kv_pages.dtype) or q.shape[-1] % 16 or value_size % 16:
         raise ValueError(f"the cpu kernel needs pages of q's dtype and heads of 16s, got {q} and pages {kv_pages}")
     integers = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     floats = jnp.asarray([scale, soft_cap or 0.0], jnp.float32)
     sinks, slopes = (
         jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) for of_heads in (sinks, slopes)
     )
-    handler = Handler(attention, (q.dtype.name,), chip)
+    kv_dtype = q.dtype.name if quantization is None else quantization.codes
+    scaled = "by-token" if quantization is not None and quantization.by_token else "by-head"
+    handler = Handler(attention, (q.dtype.name, kv_dtype, scaled), chip)
     result: jax.Array = handler(
         jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype),
         q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks, slopes,

@@ -19,15 +19,19 @@ MASKED = -1e30  # finite, so that the difference of two is a number
 _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first query
 
 
-def attention(e: Emitter, frame: Frame, dtype: str) -> None:
-    """Emits the handler. Its arguments are those that `call.attend` gives."""
-    call = _Call(e, frame, dtype)
+def attention(e: Emitter, frame: Frame, dtype: str, kv_dtype: str, scaled: str) -> None:
+    """Emits the handler for queries in `dtype` and pages of `kv_dtype`. Its arguments are those of `call.attend`.
+
+    scaled: by-token where the row of a token has a scale of its key and one of its value, between the two
+    """
+    types = dtype, kv_dtype, scaled == "by-token"
+    call = _Call(e, frame, *types)
     tiles = e.call_c("malloc", (call.num_tokens + 1) * _TILE)
     count = _list_tiles(call, tiles)
 
     def attend(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
         address, tiles = captured
-        call = _Call(t, Frame(t, address), dtype)
+        call = _Call(t, Frame(t, address), *types)
         tile = tiles + item // call.num_kv_heads * _TILE
         _attend(_Item(call, t.load_int(tile), t.load_int(tile + 8), item % call.num_kv_heads))
 
@@ -38,8 +42,9 @@ def attention(e: Emitter, frame: Frame, dtype: str) -> None:
 class _Call:
     """The arguments of one call. They are loaded where this is made."""
 
-    def __init__(self, e: Emitter, frame: Frame, dtype: str):
+    def __init__(self, e: Emitter, frame: Frame, dtype: str, kv_dtype: str, by_token: bool):
         self.e, self.dtype, self.size = e, dtype, SIZE_OF[dtype]
+        self.kv_dtype, self.kv_size, self.by_token = kv_dtype, SIZE_OF[kv_dtype], by_token
         q, pages, table, starts, lengths, integers, floats, sinks, slopes = (frame.argument(i) for i in range(9))
         out = frame.result(0)
         self.q, self.pages, self.out = q.data, pages.data, out.data
@@ -112,7 +117,7 @@ class _Item:
         call, e = self.call, self.e
         page = e.load_int(self._table + (token >> self._page_bits) * 4, 32)
         slab = (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
-        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.width * call.size
+        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.width * call.kv_size
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,14 @@ class _Scratch:
     sums: Value  # [M, V]: weighted values
     peaks: Value  # [M]: the largest logit so far
     totals: Value  # [M]: the denominators
+    scales: Value  # [2, block]: of keys and of values, where tokens have some
 
     @classmethod
     def at(cls, base: Value, item: _Item) -> tuple["_Scratch", Value]:
         """Places it after `base`, each part at a multiple of 64 bytes. Returns it with its end."""
         D, V, M = item.call.key_size, item.call.value_size, item.num_queries
         places, end = [], base
-        for size in (D * item.block, M * item.block, M * D, M * V, M, M):
+        for size in (D * item.block, M * item.block, M * D, M * V, M, M, item.block * 2):
             places.append(end)
             end = end + (size * FLOAT + 63) // 64 * 64
         return cls(*places), end
@@ -142,7 +148,7 @@ def _attend(item: _Item) -> None:
     _, size = _Scratch.at(e.integer(64), item)
     memory = e.call_c("malloc", size)
     scratch, _ = _Scratch.at((memory + 63) // 64 * 64, item)
-    products = Products.emit(e, item.call.dtype)
+    products = Products.emit(e, item.call.kv_dtype)
     _begin(item, scratch)
     with e.loop(item.first_seen // item.block * item.block, item.last + 1, item.block) as block:
         _fold(item, scratch, products, block)
@@ -174,10 +180,14 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
         e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
+        if call.by_token:
+            _gather_scales(item, scratch, block, t)
     width = item.block * FLOAT
     for count, m in e.groups(e.chip.group_sizes, M):
         queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
         e.call(products.dots[count], queries, scratch.keys, logits, D)
+    if call.by_token:
+        _scale(item, scratch, scratch.scales)
     with e.when(call.soft_cap > 0):
         cap = e.splat(call.soft_cap)
         with e.loop(0, M * item.block, e.lanes) as at:
@@ -188,13 +198,37 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
     with e.when((block + (item.block - 1) > item.start) | (block <= item.last - call.window)):
         _mask(item, scratch, block)
     _weigh(item, scratch)
+    if call.by_token:
+        _scale(item, scratch, scratch.scales + width)
     with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
         first, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
-        values = item.kv_at(block + t) + (call.width - V) * call.size
+        values = item.kv_at(block + t) + (call.width - V) * call.kv_size
         ahead = item.kv_at(e.min(block + item.block + t, item.last))
         for count, m in e.groups(e.chip.group_sizes, M):
             weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
             e.call(products.values[count], values, ahead, weights, totals, V, call.width, first, end)
+
+
+def _gather_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:
+    """Copies the scales of a vector of tokens, from the one at `block + t` on."""
+    call, e = item.call, item.e
+    for i in range(e.lanes):
+        scales = item.kv_at(block + t) + (call.width * i + call.key_size) * call.kv_size
+        for number in range(2):
+            at = scratch.scales + (t + (item.block * number + i)) * FLOAT
+            e.store_float(at, e.load_float(scales + number * FLOAT))
+
+
+def _scale(item: _Item, scratch: _Scratch, scales: Value) -> None:
+    """Multiplies the logits of a block, or its weights, by scales [block] of its tokens.
+
+    What tokens get that no query sees is not read, or masked later: their scales may be anything.
+    """
+    e = item.e
+    with e.loop(0, item.num_queries) as m:
+        for i in range(VECTORS):
+            at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
+            e.store(at, e.load(at) * e.load(scales + i * e.lanes * FLOAT))
 
 
 def _lean(item: _Item, scratch: _Scratch, block: Value) -> None:
