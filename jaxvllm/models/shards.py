@@ -97,7 +97,7 @@ def _read(fill: Fill, decl: ParamDecl, rows: range, dtype: np.dtype, sharding_of
 def _parts(decl: ParamDecl, layout: Layout, layer: int | None) -> Iterator[range]:
     """Yields the rows of the parts in which an array is read: gate and up of a stacked layer are two tensors."""
     size = decl.shape[0]
-    is_halves = layout == "stacked" and layer is not None and decl.axes[0] is None and len(decl.shape) > 1
+    is_halves = layout == "stacked" and layer is not None and decl.axes[0] is None and len(decl.shape) > 2
     step = 1 if is_halves else size
     for first in range(0, size, step):
         yield range(first, first + step)

@@ -15,12 +15,12 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import FewBitsForms
-from jaxvllm.models.forms.code import E4M3
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.heads.head import DRAFT
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import chip_named
+from pallas_kernels.quantized_matmul.code import E4M3
 from tests.engine.tiny import all_drafts_or_none, greedy_tokens, random_prompts, tiny_llm
 from tests.models.dense import dense_logits
 from tests.models.published.test_packed_integers import compressed, packed

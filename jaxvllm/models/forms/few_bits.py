@@ -9,9 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.code import Code
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.tiling import Box, Fill
+from pallas_kernels.quantized_matmul.code import Code
 
 # So many elements are looked at together, to find the scale of each group of them.
 _MOST = 1 << 20

@@ -12,11 +12,12 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.code import Code
 from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, of_groups, packed
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
+from pallas_kernels.quantized_matmul import decoded
+from pallas_kernels.quantized_matmul.code import Code
 from sharding.rules import MODEL, partition_spec
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
@@ -111,11 +112,13 @@ class ScaledGroups(FewBits):
         out = arrays[CODES].shape[:-1]
         return self._rows(x, arrays, 0, math.prod(out), dtype).reshape(len(x), *out)
 
-    def product_in_stack(self, x: jax.Array, stack: Arrays, number: jax.Array) -> jax.Array:
+    def product_in_stack(
+        self, x: jax.Array, stack: Arrays, number: jax.Array | int, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         # The rows of one matrix are read where they are: a slice of the stack would be copied.
         out = stack[CODES].shape[1:-1]
         count = math.prod(out)
-        return self._rows(x, stack, number * count, count, None).reshape(len(x), *out)
+        return self._rows(x, stack, number * count, count, dtype).reshape(len(x), *out)
 
     def _rows(
         self, x: jax.Array, arrays: Arrays, first: jax.Array | int, count: int, dtype: DTypeLike | None
@@ -141,11 +144,8 @@ class ScaledGroups(FewBits):
 
     def _decoded(self, rows: Arrays, dtype: DTypeLike) -> jax.Array:
         """Returns the values of some rows [R, in], rounded once."""
-        numbers = self.code.numbers(_bits(rows[CODES], self.code.dtype))
-        scales = _bits(rows[SCALES], self.scale_dtype).astype(jnp.float32)
-        by_group = numbers.reshape(*scales.shape, -1)
-        zeros = rows[ZEROS].astype(jnp.float32)[..., None] if self.has_zeros else self.code.zero
-        return ((by_group - zeros) * scales[..., None]).reshape(numbers.shape).astype(dtype)
+        codes, scales = _bits(rows[CODES], self.code.dtype), _bits(rows[SCALES], self.scale_dtype)
+        return decoded(self.code, codes, scales, rows.get(ZEROS)).astype(dtype)
 
 
 def _held(dtype: str) -> str:

@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import FLOAT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import FLOAT4
 
 BLOCK = 32
 _BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
