@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import MIB, TpuChip
 from pallas_kernels.grouped_matmul.tpu import LANES, SUBLANES, VMEM_SHARE, padded, visits_of, with_rows, zero_new_tile
 from pallas_kernels.quantized_matmul.code import Code
@@ -51,7 +50,8 @@ class QuantizedMatrices:
     scales  # [M, P, in / group, out], bf16 or f32, or u8 for the exponents of powers of two
     zeros  # integers of eight bits, as many as scales, or None
 
-    `in` and `out` are multiples of 128, and the inputs of a group divide 128 and are a multiple of 16.
+    `in` and the columns of codes are multiples of 128. Where scales have fewer columns, those of a product after them
+    are arbitrary. The inputs of a group divide 128 and are a multiple of 16.
     """
 
     code: Code
@@ -82,21 +82,29 @@ class QuantizedBlocks:
     scales_sums: bool
 
 
-def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: TpuChip) -> QuantizedBlocks | None:
-    """Returns the blocks of `quantized_matmul` for so many groups of rows, or None where the kernel has no room."""
+def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: TpuChip) -> QuantizedBlocks:
+    """Returns the blocks of `quantized_matmul` for so many groups of rows.
+
+    Raises NotImplementedError for matrices of which 128 columns have no room.
+    """
     num_columns, size = w.codes.shape[-1], w.size
-    if x.dtype.name not in KERNEL_DTYPES["tpu"]:
-        return None
     most = max(BLOCK_BYTES // (4 * w.codes.shape[-2]) // LANES, 1) * LANES
     parts = padded(pl.cdiv(num_columns, most), chip.num_cores) if num_columns > LANES else 1
     columns = padded(pl.cdiv(num_columns, parts), LANES)
     few = padded(len(x), SUBLANES)
     scales_sums = few <= FEW_ROWS and 8 * few <= w.group and x.dtype == jnp.bfloat16
-    rows = few if scales_sums else min(len(x), MOST_ROWS if num_groups == 1 else TILE_ROWS)
     of_matrix = columns * (4 * w.codes.shape[-2] + w.scales.shape[-2] * (w.scales.dtype.itemsize + 9))
-    of_rows = rows * (2 * x.dtype.itemsize * (size * (CHUNK // w.group if scales_sums else 1) + columns) + 12 * columns)
-    if 2 * of_matrix + of_rows > chip.vmem_bytes * VMEM_SHARE:
-        return None
+    times = CHUNK // w.group if scales_sums else 1
+    rows = few if scales_sums else min(len(x), MOST_ROWS if num_groups == 1 else TILE_ROWS)
+    while 2 * of_matrix + rows * (2 * x.dtype.itemsize * (size * times + columns) + 12 * columns) > (
+        chip.vmem_bytes * VMEM_SHARE
+    ):
+        if rows <= SUBLANES:
+            raise NotImplementedError(
+                f"matrices of few bits with {size} inputs on a device have no room in the memory of a TPU's core: "
+                "divide them among more devices, or use the quantization int8 or fp8"
+            )
+        rows = padded(rows // 2, SUBLANES)
     return QuantizedBlocks(rows, columns, scales_sums)
 
 
@@ -124,7 +132,7 @@ def quantized_matmul(
     assert INPUTS % w.group == 0 and w.group % PIECE == 0, w.group
     num_rows = len(x)
     chunk = CHUNK if w.size % CHUNK == 0 else INPUTS
-    if blocks.scales_sums:
+    if blocks.scales_sums:  # whose sums of a group are whole registers
         x = jnp.pad(x, ((0, blocks.rows - num_rows), (0, 0)))
     visits = visits_of(starts, len(x), blocks.rows, first)
     matrices = [w.codes, w.scales, *([] if w.zeros is None else [w.zeros])]
@@ -217,7 +225,7 @@ def _kernel(
         # A product of two numbers in bfloat16 is rounded as if it were made in float32.
         is_exact = of_groups[0].dtype != jnp.float32 and rows[0].dtype == jnp.bfloat16
         dtype = jnp.bfloat16 if computes_bf16 and is_exact and not scales_sums else jnp.float32
-        block = _Block(code, codes, kept[0], kept[1] if has_zeros else None, dtype, group, chunk, computes_bf16)
+        block = _ColumnBlock(code, codes, kept[0], kept[1] if has_zeros else None, dtype, group, chunk, computes_bf16)
         block.begin(*of_groups)
         for at in range(0, out.shape[1], COLUMNS):
             columns = slice(at, min(at + COLUMNS, out.shape[1]))
@@ -226,7 +234,7 @@ def _kernel(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _ColumnBlock:
     """Some columns of a matrix, in VMEM.
 
     codes  # i32[in / codes of a word, columns]

@@ -1,4 +1,4 @@
-"""How codes lie in words of 32 bits for TPUs, and how a few shifts and masks make numbers in bfloat16 of them.
+"""The layout of codes in words of 32 bits for TPUs, of which a few shifts and masks make numbers in bfloat16.
 
 A word has codes of one column of the matrix [in, out]. Each of its halves has as many as fit, and the codes at the same
 place of both halves, of eight words below each other, are 16 inputs that follow each other: a register of bfloat16
@@ -29,21 +29,19 @@ def planes_of(code: Code) -> int:
     return 16 // bits_of(code)
 
 
-def in_words(code: Code, codes: np.ndarray) -> np.ndarray:
-    """Returns the words i32[.., in / codes of a word, out] of codes u8[.., out, in], one in each byte.
+def in_words[Codes: (np.ndarray, jax.Array)](code: Code, codes: Codes) -> Codes:
+    """Returns the words i32[.., in / codes of a word] of codes u8[.., in], one in each byte.
 
     `in` must be a multiple of the inputs of eight words. Both arrays may be those of NumPy or of jax.
     """
-    *lead, out, _ = codes.shape
     planes = planes_of(code)
-    parts = codes.astype(np.uint32).reshape(*lead, out, -1, planes, WORD_ROWS, 2)
+    parts = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, planes, WORD_ROWS, 2)
     words = parts[..., 0, :, 0]
     for plane in range(planes):
         for half in range(2):
             if plane or half:
                 words = words | parts[..., plane, :, half] << np.uint32(16 * half + bits_of(code) * plane)
-    rows: np.ndarray = words.reshape(*lead, out, -1).swapaxes(-1, -2).astype(np.int32)
-    return rows
+    return words.reshape(*codes.shape[:-1], -1).astype(np.int32)
 
 
 def offset_of(code: Code) -> int:

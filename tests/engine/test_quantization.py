@@ -123,11 +123,11 @@ def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None
         assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms(layers=form))
 
 
-def test_groups_need_a_kernel_beside_cpus() -> None:
-    chip = chip_named("v5e")
+def test_groups_need_a_kernel_beside_cpus_and_tpus() -> None:
+    chip = chip_named("h200")
     with pytest.raises(NotImplementedError, match="int4 has no kernel for this device yet.*use int8 or fp8, or a CPU"):
-        Forms.chosen("int4", Backend("tpu", chip), may_turn=False)
-    assert Forms.chosen("fp8", Backend("tpu", chip), may_turn=False).layers == ScaledRows(code=E4M3)
+        Forms.chosen("int4", Backend("gpu", chip), may_turn=False)
+    assert Forms.chosen("fp8", Backend("gpu", chip), may_turn=False).layers == ScaledRows(code=E4M3)
 
 
 def test_an_unknown_quantization_is_refused(tiny_checkpoint: Path) -> None:

@@ -27,7 +27,7 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 def padded(array: np.ndarray, *units: int) -> np.ndarray:
-    """The array with zeros behind the last rows and columns, so many that these numbers divide its last sides."""
+    """The array with zeros after the last rows and columns, so many that these numbers divide its last sides."""
     more = [(0, 0)] * (array.ndim - len(units)) + [(0, -array.shape[i - len(units)] % u) for i, u in enumerate(units)]
     return np.pad(array, more)
 
@@ -39,7 +39,7 @@ def matrices_of(stored: Stored) -> tpu.QuantizedMatrices:
         codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
 
     def turned(array: np.ndarray) -> jax.Array:
-        groups = padded(array, 128, tpu.INPUTS // case.group)
+        groups = padded(array, 1, tpu.INPUTS // case.group)
         return jnp.asarray(groups.swapaxes(-1, -2)[:, None])
 
     scales = stored.scales
@@ -48,7 +48,7 @@ def matrices_of(stored: Stored) -> tpu.QuantizedMatrices:
     elif case.scale_dtype == "float16":
         scales = scales.astype(np.float32)
     zeros = None if stored.zeros is None else turned(stored.zeros)
-    words = jnp.asarray(in_words(code, padded(codes, 128, tpu.INPUTS)))[:, None]
+    words = jnp.asarray(in_words(code, padded(codes, 128, tpu.INPUTS)).swapaxes(-1, -2)[:, None])
     return tpu.QuantizedMatrices(code, words, turned(scales), zeros)
 
 

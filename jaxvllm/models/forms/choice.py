@@ -16,6 +16,7 @@ from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
 from jaxvllm.models.forms.tpu_experts import TpuExperts
+from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
 from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
@@ -48,8 +49,11 @@ class FewBitsForms:
         """Returns the form of a matrix with groups of at most that size, or None where it has none."""
         if stored.is_by_row and stored.code == INT8:
             return int8_form(self.backend.chip if isinstance(self.backend.chip, CpuChip) else None)
+        groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+        if isinstance(self.backend.chip, TpuChip) and not stored.is_by_row and takes_groups(group):
+            return TpuGroups(groups, self.backend.chip, self.backend.interpret)
         if self.by_tile:
-            return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+            return groups
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
     def named(self, quantization: str) -> FewBits:
