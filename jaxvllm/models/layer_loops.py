@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.form import item_of
+from jaxvllm.models.forms.form import Matrix, item_of
 from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.ops import InStack, OneOf, Slice
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
@@ -209,11 +209,10 @@ class _Run:
         """Applies `step` to all layers of a loop that has one turn."""
         first = int(self.numbers[0, 0])
         # A stack of exactly these layers is scanned. A part of a larger stack would be copied first.
-        # Nor are experts sliced: a loop reads those that are chosen where they are.
         scanned = {
             name: stack
             for name, (stack, where) in self.stacks.items()
-            if _length(stack) == where.size and self.decls[name].storage != "experts"
+            if _length(stack) == where.size and not self._is_read_in_stack(name, stack)
         }
         varying = {name: values for name, values in self.shared.items() if not isinstance(values, int)}
 
@@ -233,11 +232,16 @@ class _Run:
         number = _computed(self.numbers, turn, i)
         return step(carry, self._weights(turn, i, {}), self.kind, number, about["window"], about["rope"])
 
+    def _is_read_in_stack(self, name: str, stack: Any) -> bool:
+        """Tells whether no slice of a stack is taken: a loop reads the experts that are chosen where they are."""
+        is_read_in_place = isinstance(stack, Matrix) and stack.form.reads_stacks
+        return self.decls[name].storage == "experts" or is_read_in_place
+
     def _weights(self, turn: Scalar, i: Scalar, slices: Params) -> Params:
         """Returns the arrays of a layer. `slices` are those that a scan has sliced already."""
         weights: Params = {name: OneOf(of, turn * self.length + i) for name, of in self.matrices.items()}
         for name, (stack, where) in self.stacks.items():
-            if self.decls[name].storage == "experts":
+            if self._is_read_in_stack(name, stack):
                 weights[name] = InStack(stack, _computed(where, turn, i))
                 continue
             if name in slices:

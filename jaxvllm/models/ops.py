@@ -32,13 +32,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class InStack:
-    """The experts of one layer in a stack [L, X, ..] of those of several layers, of which no slice is taken."""
+    """The matrix of one layer in a stack [L, ..] of those of several layers, of which no slice is taken.
+
+    It is that of experts [X, ..], or is in a form that reads stacks.
+    """
 
     stack: jax.Array | Matrix
     index: jax.Array | int
 
 
-Weight = jax.Array | Matrix | OneOf | Slice
+Weight = jax.Array | Matrix | OneOf | Slice | InStack
 ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 
 
@@ -47,6 +50,9 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
     if isinstance(weight, OneOf):
         form, matrices = _opened(weight.matrices)
         return biased(form.product_with_one(x, matrices, weight.index, dtype), bias)
+    if isinstance(weight, InStack):
+        form, [arrays] = _opened([weight.stack])
+        return biased(form.product_in_stack(x, arrays, weight.index, dtype), bias)
     is_slice = isinstance(weight, Slice)
     form, [arrays] = _opened([weight.matrix if isinstance(weight, Slice) else weight])
     return biased(form.product(x, arrays, dtype, is_slice), bias)
@@ -54,7 +60,7 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
     """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
-    if bias is None and not isinstance(weight, Slice):
+    if bias is None and not isinstance(weight, Slice | InStack):
         of = weight if isinstance(weight, OneOf) else OneOf((weight,), 0)
         form, matrices = _opened(of.matrices)
         if (gated_product := form.gated_product(x, matrices, of.index, gating)) is not None:

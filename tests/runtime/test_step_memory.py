@@ -14,7 +14,6 @@ from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
-from jaxvllm.models.forms.code import UINT4
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
@@ -33,6 +32,7 @@ from jaxvllm.runtime.step_model import StepModel
 from jaxvllm.runtime.step_program import StepCompiler, StepProgram
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.quantized_matmul.code import UINT4
 from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.placement import mesh_of
 from tests.models.changed import in_windows

@@ -8,7 +8,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.code import E4M3, INT8, UINT4
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
@@ -17,9 +16,11 @@ from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
 from jaxvllm.models.forms.tpu_experts import TpuExperts
+from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
 from jaxvllm.models.forms.turned import Turned, prefers_turned
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
+from pallas_kernels.quantized_matmul.code import E4M3, INT8, UINT4
 
 # What users may choose by name. int4 takes 4.125 and 4.5 bits a weight.
 QUANTIZATIONS: Mapping[str, StoredAs] = {
@@ -34,22 +35,25 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
 class FewBitsForms:
     """Chooses the forms of matrices in few bits.
 
-    by_tile: whether XLA may decode some rows of a matrix at a time. On TPUs and GPUs it would write the whole matrix in
-    16 bits instead, so there only rows with one scale are kept, which need no decoding before they are multiplied
-    chip: a CPU on which our own kernels run
+    backend: the kernels that multiply. XLA multiplies by rows with one scale without a copy on TPUs and GPUs, where it
+    would write a matrix whose groups have scales in 16 bits
+    by_tile: whether XLA may decode some rows of a matrix at a time, which it does on CPUs
     shards: the devices that a matrix is divided among
     """
 
+    backend: Backend = REFERENCE
     by_tile: bool = False
-    chip: CpuChip | None = None
     shards: int = 1
 
     def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none."""
         if stored.is_by_row and stored.code == INT8:
-            return int8_form(self.chip)
+            return int8_form(self.backend.chip if isinstance(self.backend.chip, CpuChip) else None)
+        groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+        if isinstance(self.backend.chip, TpuChip) and not stored.is_by_row and takes_groups(group):
+            return TpuGroups(groups, self.backend.chip, self.backend.interpret)
         if self.by_tile:
-            return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+            return groups
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
     def named(self, quantization: str) -> FewBits:
@@ -98,7 +102,7 @@ class Forms:
             usual = CpuKernel(chip)
         elif may_turn and prefers_turned():
             usual = Turned()
-        in_few_bits = FewBitsForms(by_tile, chip, shards)
+        in_few_bits = FewBitsForms(backend, by_tile, shards)
         layers = usual if quantization is None else in_few_bits.named(quantization)
         # An expert is multiplied by few rows, and one that is turned ten times slower (CPU, 32 experts of 512 x 256).
         experts = PLAIN if isinstance(layers, Turned) else layers

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import Sharding
@@ -59,6 +59,10 @@ class Form(ABC):
     `dtype` is that of a product, and None stands for the dtype of x.
     """
 
+    # Whether `product_in_stack` reads one layer's matrix where it is in the stack of all layers. XLA would copy a slice
+    # of a stack for a kernel of ours, and reads it in place for a product of its own.
+    reads_stacks: ClassVar[bool] = False
+
     @abstractmethod
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         """Returns the arrays that keep a matrix. Arrays that layers stack begin with its first dimension."""
@@ -100,9 +104,11 @@ class Form(ABC):
         result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
         return result
 
-    def product_in_stack(self, x: jax.Array, stack: Arrays, number: jax.Array) -> jax.Array:
+    def product_in_stack(
+        self, x: jax.Array, stack: Arrays, number: jax.Array | int, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Multiplies x [T, in] by matrix `number` of a stack: [T, ..]."""
-        return self.product(x, {name: item_of(array, number) for name, array in stack.items()}, None)
+        return self.product(x, {name: item_of(array, number) for name, array in stack.items()}, dtype)
 
     def grouped_gated_product(
         self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating

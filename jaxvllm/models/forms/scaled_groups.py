@@ -12,11 +12,12 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.code import Code
 from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, of_groups, packed
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
+from pallas_kernels.quantized_matmul import decoded
+from pallas_kernels.quantized_matmul.code import Code
 from sharding.rules import MODEL, partition_spec
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
@@ -71,22 +72,22 @@ class ScaledGroups(FewBits):
         *out, size = matrix.shape
         per_byte = self.code.per_byte
         inputs = shardings[CODES].shard_shape((*out, size // per_byte))[-1] * per_byte  # of each device
-        group = self._group(inputs)
-
-        def rounded(matrix: jax.Array) -> dict[str, jax.Array]:
-            by_group = matrix.astype(jnp.float32).reshape(*out, -1, group)
-            largest = jnp.max(jnp.abs(by_group), axis=-1)
-            scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
-            codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
-            made = {
-                CODES: _bits(codes.reshape(*out, -1), _held(self.code.dtype)),
-                SCALES: scales,
-            }
-            zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
-            return made | ({ZEROS: zeros} if self.has_zeros else {})
-
-        kept: dict[str, jax.Array] = jax.jit(rounded, out_shardings=dict(shardings))(matrix)
+        rounded = jax.jit(self.rounded, static_argnums=1, out_shardings=dict(shardings))
+        kept: dict[str, jax.Array] = rounded(matrix, self._group(inputs))
         return kept
+
+    def rounded(self, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
+        """Returns the arrays of a matrix that is rounded to groups of exactly that size."""
+        by_group = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, group)
+        largest = jnp.max(jnp.abs(by_group), axis=-1)
+        scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
+        codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
+        made = {
+            CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), _held(self.code.dtype)),
+            SCALES: scales,
+        }
+        zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
+        return made | ({ZEROS: zeros} if self.has_zeros else {})
 
     def _scales(self, exact: jax.Array) -> jax.Array:
         """Returns the scales nearest to these f32, or where they are powers of two, the nearest that are not below."""
@@ -111,11 +112,13 @@ class ScaledGroups(FewBits):
         out = arrays[CODES].shape[:-1]
         return self._rows(x, arrays, 0, math.prod(out), dtype).reshape(len(x), *out)
 
-    def product_in_stack(self, x: jax.Array, stack: Arrays, number: jax.Array) -> jax.Array:
+    def product_in_stack(
+        self, x: jax.Array, stack: Arrays, number: jax.Array | int, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         # The rows of one matrix are read where they are: a slice of the stack would be copied.
         out = stack[CODES].shape[1:-1]
         count = math.prod(out)
-        return self._rows(x, stack, number * count, count, None).reshape(len(x), *out)
+        return self._rows(x, stack, number * count, count, dtype).reshape(len(x), *out)
 
     def _rows(
         self, x: jax.Array, arrays: Arrays, first: jax.Array | int, count: int, dtype: DTypeLike | None
@@ -141,11 +144,8 @@ class ScaledGroups(FewBits):
 
     def _decoded(self, rows: Arrays, dtype: DTypeLike) -> jax.Array:
         """Returns the values of some rows [R, in], rounded once."""
-        numbers = self.code.numbers(_bits(rows[CODES], self.code.dtype))
-        scales = _bits(rows[SCALES], self.scale_dtype).astype(jnp.float32)
-        by_group = numbers.reshape(*scales.shape, -1)
-        zeros = rows[ZEROS].astype(jnp.float32)[..., None] if self.has_zeros else self.code.zero
-        return ((by_group - zeros) * scales[..., None]).reshape(numbers.shape).astype(dtype)
+        codes, scales = _bits(rows[CODES], self.code.dtype), _bits(rows[SCALES], self.scale_dtype)
+        return decoded(self.code, codes, scales, rows.get(ZEROS)).astype(dtype)
 
 
 def _held(dtype: str) -> str:

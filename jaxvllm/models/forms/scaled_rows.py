@@ -10,13 +10,13 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.code import INT8, Code
 from jaxvllm.models.forms.cpu_kernel import OnCpu
 from jaxvllm.models.forms.few_bits import Elements, FewBits, of_rows
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
 from pallas_kernels.chips import CpuChip
+from pallas_kernels.quantized_matmul.code import INT8, Code
 
 VALUES, SCALES = "values", "scales"
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import UINT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import WORDS, Encoding
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+from pallas_kernels.quantized_matmul.code import UINT4
 
 BITS, PER_WORD = 4, 8
 # The place in a word of each of its eight columns: the place j has column (0, 2, 4, 6, 1, 3, 5, 7)[j].

@@ -8,12 +8,12 @@ from typing import Any, Self
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import INT8
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, added, by_group, in_rows, scaled, stored, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import INT8
 
 TYPES = ("nf4", "fp4")
 _MOST = 4096  # the largest block of bitsandbytes

@@ -7,7 +7,6 @@ from typing import Any, Self
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import E4M3, INT8, UINT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import EXPONENTS, FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
@@ -16,6 +15,7 @@ from jaxvllm.models.published.mxfp4 import BLOCK, STORED_MXFP4, STORED_MXFP8, mx
 from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4, nvfp4_part
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import E4M3, INT8, UINT4
 
 FORMATS = (
     "float-quantized",

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import E4M3
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import FP8, Encoding, block_scales, usual_blocks
 from jaxvllm.models.published.parts import Part, scaled, stored
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import E4M3
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Self
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import INT8, UINT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.awq import group_size
 from jaxvllm.models.published.encoding import WORDS, Encoding
 from jaxvllm.models.published.parts import Part, by_group, integers, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+from pallas_kernels.quantized_matmul.code import INT8, UINT4
 
 BITS = (2, 4, 8)
 

@@ -7,12 +7,12 @@ from typing import Self
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
-from jaxvllm.models.forms.code import E4M3, FLOAT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import EXPONENTS, Encoding
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, turned, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
 
 BLOCK = 32
 _BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}

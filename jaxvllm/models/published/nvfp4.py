@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxvllm.models.forms.code import FLOAT4
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.published.encoding import FP8
 from jaxvllm.models.published.mxfp4 import fp4_pairs
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
+from pallas_kernels.quantized_matmul.code import FLOAT4
 
 GROUP = 16
 STORED_NVFP4 = StoredAs(FLOAT4, GROUP, "float32")  # the two scales of an element as one

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxvllm.models.forms.code import BYTES, FLOAT4, INT8, UINT4, Code
 from jaxvllm.models.tiling import Box
+from pallas_kernels.quantized_matmul.code import BYTES, FLOAT4, INT8, UINT4, Code
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]

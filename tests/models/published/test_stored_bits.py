@@ -19,14 +19,15 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
-from jaxvllm.models.forms.code import E4M3, FLOAT4, INT8, UINT4, Code
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.published import encoded_files, published_encoding
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
+from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4, Code
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.dense import dense_logits
@@ -221,7 +222,7 @@ def test_rows_of_int8_are_multiplied_by_our_kernel_and_rows_of_fp8_by_xla(tmp_pa
     settings = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
     path = of_projections(tmp_path, qwen(), settings, int8_rows)
     plain = decoded(load(path, Forms()))
-    for forms in (TILES, ROWS, Forms(stored=FewBitsForms(True, host_chip()))):
+    for forms in (TILES, ROWS, Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True))):
         params = load(path, forms)
         assert kept(params) == {"qkv", "o", "gate_up", "down"}
         chex.assert_trees_all_equal(decoded(params), plain)
