@@ -1,7 +1,7 @@
 """How files of tests are divided among processes: those that mostly wait have a process of their own.
 
-Tests with Ray's cluster, with a browser and with peers that are silent wait for two minutes longer than they compute.
-In one of the processes that compute, they leave a core idle meanwhile.
+Tests with Ray's cluster, with a browser, with servers that are killed and with peers that are silent wait for seven
+minutes longer than they compute. In one of the processes that compute, they leave a core idle meanwhile.
 """
 
 from typing import Any
@@ -17,6 +17,14 @@ WAITING = (
     "tests/router/test_proxy.py",
     "tests/server/http/test_doors.py",
     "tests/router/test_prefixes.py",
+    "tests/router/test_kills.py",
+    "tests/grammar/test_public_schemas.py",
+    "tests/benchmarks/test_first_light.py",
+    "tests/bench/test_ladder_rungs.py",
+    "tests/bench/test_bench.py",
+    "tests/bench/test_offline.py",
+    "tests/engine/test_disaggregation.py",
+    "tests/server/test_data_parallel.py",
 )
 
 
