@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _HOST_PORT = re.compile(r".+:([1-9]\d{0,4})")
 # The names in `jaxvllm.models.forms.QUANTIZATIONS`, as a test checks.
-Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
+Quantization = Literal["int8", "fp8", "int4", "int4_g32", "int8_w8a8", "fp8_w8a8"]
 All2AllBackend = Literal["allgather_reducescatter", "ragged_all_to_all"]
 # A test checks that `jaxvllm.engine.kv_cache_dtype` knows all of them.
 KVCacheDtype = Literal[

@@ -76,6 +76,8 @@ VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
         "fp8|fp8_per_tensor": "fp8",  # a scale for each row, and not one for the matrix
         "int4": "int4",
         "int4_g32": "int4_g32",
+        "int8_w8a8": "int8_w8a8",
+        "fp8_w8a8|fp8_per_channel": "fp8_w8a8",
         ".*": Refused(
             "quantized checkpoints are recognized by their config.json; int8, fp8 and int4 are made of any checkpoint",
             field="quantization",

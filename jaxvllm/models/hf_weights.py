@@ -85,6 +85,11 @@ class StoredWeights:
         fills = map(self.tensors.fill, sources)
         return tiled([Tile(box, fill, (0,) * len(box.start)) for box, fill in zip(boxes, fills, strict=True)])
 
+    @property
+    def rounds_tokens(self) -> bool:
+        """Whether the checkpoint is made for tokens that are rounded as its matrices are."""
+        return isinstance(self.tensors, EncodedFiles) and self.tensors.encoding.rounds_tokens
+
     def stored(self, name: str, layer: int | None) -> StoredCodes | None:
         """Returns what is stored of a matrix, or None where a part of it is not stored as codes and scales."""
         if not isinstance(self.tensors, EncodedFiles):

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jax.typing import DTypeLike
 
@@ -78,7 +79,7 @@ def _form(
     if whole.shape[-1] != inputs:
         moved = [(box.start[-1], box.shape[-1], origin[-1]) for box, origin in spread_boxes(decl, whole)]
         group = math.gcd(group, *(number for numbers in moved for number in numbers))
-    return None if group % way.code.per_byte else forms.of(way, group)
+    return None if group % way.code.per_byte else forms.of(replace(way, rounds_tokens=weights.rounds_tokens), group)
 
 
 def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:

@@ -14,6 +14,7 @@ from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups
 from jaxvllm.models.forms.plain import PLAIN
+from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
 from jaxvllm.models.forms.tpu_experts import TpuExperts
@@ -29,6 +30,8 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
     "fp8": StoredAs(E4M3, None, "float32"),
     "int4": StoredAs(UINT4, 128, "bfloat16"),
     "int4_g32": StoredAs(UINT4, 32, "bfloat16"),
+    "int8_w8a8": StoredAs(INT8, None, "float32", rounds_tokens=True),
+    "fp8_w8a8": StoredAs(E4M3, None, "float32", rounds_tokens=True),
 }
 
 
@@ -48,6 +51,8 @@ class FewBitsForms:
     def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none."""
         chip = self.backend.chip
+        if stored.is_by_row and stored.rounds_tokens and multiplies(stored.code, chip):
+            return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes(stored.code, group)):
             return GpuGroups(
                 stored.code,
@@ -70,6 +75,8 @@ class FewBitsForms:
     def named(self, quantization: str) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
+        if wanted.rounds_tokens:
+            return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group)) is None:
             raise NotImplementedError(
                 f"quantization {quantization} has no kernel for this device yet, and without one each step would write "

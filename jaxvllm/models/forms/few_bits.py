@@ -23,12 +23,14 @@ class StoredAs:
 
     group: how many elements in a row of `in` share a scale and a zero, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
+    rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
     """
 
     code: Code
     group: int | None
     scale_dtype: str
     has_zeros: bool = False
+    rounds_tokens: bool = False
 
     @property
     def is_by_row(self) -> bool:

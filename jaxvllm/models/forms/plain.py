@@ -42,8 +42,11 @@ def xla_product(
     dtype: DTypeLike | None,
     is_slice: bool = False,
     scales: jax.Array | None = None,
+    sizes: jax.Array | None = None,
 ) -> jax.Array:
     """Lets XLA multiply x [T, in] by a matrix [.., in], and each of its rows by one of `scales` [..]: [T, ..].
+
+    Rows of x may have `sizes` [T] by which they are multiplied, too: then they are in few bits, as the matrix is.
 
     XLA:TPU reads a slice of a stack in place only if neither the slice nor the output is reshaped within the matmul.
     Otherwise it copies Llama 3 70B's 160 MiB of qkv in each layer (compiled HLO, v5e and v7x).
@@ -51,10 +54,14 @@ def xla_product(
     *out_shape, size = matrix.shape
     # XLA CPU's fast matmul takes two dimensions only: 23 ms a step with three, 6 ms with two.
     flat = matrix if is_slice else matrix.reshape(-1, size)
-    wanted = dtype if scales is None else jnp.float32
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    wanted = dtype if scales is None else jnp.int32 if is_integer else jnp.float32
     y = jax.lax.dot_general(x, flat, (((1,), (flat.ndim - 1,)), ((), ())), preferred_element_type=wanted)
     if scales is not None:
         # A part of the matmul: 2,048 rows of an FFN of 28,672 in float32 would be 235 MB.
-        y = (y * scales.reshape(flat.shape[:-1])).astype(x.dtype if dtype is None else dtype)
+        y = y.astype(jnp.float32) * scales.reshape(flat.shape[:-1])
+        if sizes is not None:
+            y *= sizes.reshape(-1, *(1,) * (y.ndim - 1))
+        y = y.astype(x.dtype if dtype is None else dtype)
     y = jax.lax.optimization_barrier(y) if is_slice else y
     return y.reshape(x.shape[0], *out_shape)

@@ -1,7 +1,7 @@
 """compressed-tensors: FP8, int8, packed integers and NVFP4, with scales for a matrix, rows, groups or blocks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -49,7 +49,7 @@ class CompressedTensors(Encoding):
     def read(cls, settings: HfConfig) -> Self:
         """Reads a quantization_config. Raises ValueError that names a format which is not known.
 
-        Activations are not quantized, whatever it says.
+        Activations are rounded where it says that each token is, and nowhere else.
         """
         settings.choice("format", "dense", FORMATS)
         for key in ("sparsity_config", "transform_config"):
@@ -59,7 +59,7 @@ class CompressedTensors(Encoding):
         blocks, ways = [], []
         for group in settings.nested("config_groups").values.values():
             weights = _weights(group)
-            ways.append(_way(weights))
+            ways.append(replace(_way(weights), rounds_tokens=_rounds_tokens(group, weights)))
             if (block := block_size(weights, "block_structure")) is not None:
                 blocks.append(block)
             if (size := weights.optional_integer("group_size", least=-1)) is not None and size > 0:
@@ -68,6 +68,10 @@ class CompressedTensors(Encoding):
 
     def usual(self, storage: Storage) -> StoredAs | None:
         return self.first
+
+    @property
+    def rounds_tokens(self) -> bool:
+        return self.first is not None and self.first.rounds_tokens
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -129,6 +133,14 @@ def _way(weights: HfConfig) -> StoredAs:
     code = E4M3 if is_float else UINT4 if weights.values.get("num_bits") == 4 else INT8
     has_zeros = weights.values.get("symmetric") is False
     return StoredAs(code, size if size is not None and size > 0 else None, "bfloat16", has_zeros)
+
+
+def _rounds_tokens(group: Mapping[str, Any], weights: HfConfig) -> bool:
+    """Returns whether a group of the config says that tokens are rounded, one by one, as rows of its weights are."""
+    tokens = group.get("input_activations")
+    if not isinstance(tokens, dict) or tokens.get("dynamic") is not True or tokens.get("strategy") != "token":
+        return False
+    return all(tokens.get(key) == weights.values.get(key) for key in ("num_bits", "type"))
 
 
 def _weights(group: Any) -> HfConfig:

@@ -36,6 +36,11 @@ class Encoding(ABC):
         """
         return None
 
+    @property
+    def rounds_tokens(self) -> bool:
+        """Whether the checkpoint is made for tokens that are rounded, one by one, to the code of the matrices."""
+        return False
+
     @abstractmethod
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
         """Returns the values of a matrix, or None if it is not stored in this encoding. They are read later.
