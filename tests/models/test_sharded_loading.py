@@ -138,6 +138,7 @@ SPLIT = {
     "shared_up": 0,
     "shared_down": 1,
     "delta_in": 0,
+    "delta_steps": 0,
     "delta_conv": 0,
     "delta_decay": 0,
     "delta_step_bias": 0,

@@ -100,9 +100,8 @@ def mixer_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[S
         "delta_in": (
             *of_channels("in_proj_qkv.weight", E),
             of_values("in_proj_z.weight", C, r * Dv, E),
-            of_values("in_proj_b.weight", C + r * Dv, r, E),
-            of_values("in_proj_a.weight", C + r * (Dv + 1), r, E),
         ),
+        "delta_steps": (of_values("in_proj_b.weight", 0, r, E), of_values("in_proj_a.weight", r, r, E)),
         "delta_conv": tuple(
             replace(source, shape=(K * C, 1, mixer.conv_size))
             for source in of_channels("conv1d.weight", mixer.conv_size)

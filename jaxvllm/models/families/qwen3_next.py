@@ -32,10 +32,8 @@ def sources(spec: ModelSpec, layer: int, prefix: str) -> Mapping[str, tuple[Sour
     if isinstance(mixer, GatedDeltaNet):
         K, E, delta, r = mixer.num_groups, spec.hidden_size, mixer.delta, mixer.delta.values_per_key
         count = delta.channels + r * delta.value_size
-        found["delta_in"] = (
-            rows_of_heads(f"{prefix}linear_attn.in_proj_qkvz.weight", (K, count, E), 0),
-            rows_of_heads(f"{prefix}linear_attn.in_proj_ba.weight", (K, 2 * r, E), count),
-        )
+        found["delta_in"] = (rows_of_heads(f"{prefix}linear_attn.in_proj_qkvz.weight", (K, count, E), 0),)
+        found["delta_steps"] = (rows_of_heads(f"{prefix}linear_attn.in_proj_ba.weight", (K, 2 * r, E), 0),)
     return found
 
 
