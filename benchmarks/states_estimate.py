@@ -7,7 +7,7 @@ how many bundles of instructions a visit of a kernel takes, one a cycle. While t
 so a kernel takes its bundles or its bytes, whichever is more. Bytes take what the same compiler expects of a copy of as
 many: each state read and written once, tokens read, and results written. Programs are compiled for 64 rows with a token
 each and for a prompt of 512 tokens in pages of 64. Other steps follow from the length of their loops. It prints a table
-and writes benchmarks/results/states-estimate-DATE-COMMIT.json.
+and writes benchmarks/results/states-estimate-DATE-COMMIT.json after each chip.
 
     JAX_PLATFORMS=cpu .aot/bin/python -m benchmarks.states_estimate [CHIP ..]
 """
@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
@@ -287,8 +288,9 @@ def main() -> None:
             for estimate in estimates(chip, Path(dumps)):
                 found.append(estimate)
                 print(estimate.row(), flush=True)
-    path = write_record("states-estimate", about, {"estimates": [asdict(estimate) for estimate in found]})
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+            record = {"versions": {"libtpu": version("libtpu")}, "estimates": [asdict(estimate) for estimate in found]}
+            path = write_record("states-estimate", about, record)
+            print(f"written to {path.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":
