@@ -7,7 +7,7 @@ how many bundles of instructions a visit of a kernel takes, one a cycle. While t
 so a kernel takes its bundles or its bytes, whichever is more. Bytes take what the same compiler expects of a copy of as
 many: each state read and written once, tokens read, and results written. Programs are compiled for 64 rows with a token
 each and for a prompt of 512 tokens in pages of 64. Other steps follow from the length of their loops. It prints a table
-and writes benchmarks/results/states-estimate-DATE-COMMIT.json.
+and writes benchmarks/results/states-estimate-DATE-COMMIT.json after each chip.
 
     JAX_PLATFORMS=cpu .aot/bin/python -m benchmarks.states_estimate [CHIP ..]
 """
@@ -18,6 +18,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
@@ -30,10 +31,12 @@ from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
+from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
-from jaxvllm.models.tpu_states import TpuDelta, tpu_states
+from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.planner.hlo import parse_hlo
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import TpuChip, chip_named
@@ -51,7 +54,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _LOOP = re.compile(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _NAME = re.compile(r"[\w.-]+")
-_BUNDLES = re.compile(r"total scheduled bundles:\s+(\d+)")
+_BUNDLE = re.compile(r"^ *0x[0-9a-f]+ .*?: (>*) ?\{", re.MULTILINE)  # an angle for each loop around it
 
 
 @dataclass(frozen=True)
@@ -101,28 +104,40 @@ class StateLayer:
     rule: RecurrentRule
     weights: Mapping[str, tuple[int, ...]]
     token: Mapping[str, tuple[int, ...]]
+    num_channels: int  # of a head
+    num_read: int  # numbers that are read of a head
 
     @property
     def memory(self) -> StateMemory:
         return StateMemory(self.num_heads, self.rule)
 
-    @property
-    def num_channels(self) -> int:
-        assert self.rule.conv is not None
-        return self.rule.conv.channels
-
 
 def layers() -> Iterator[StateLayer]:
-    delta, channels, scan = GatedDelta(2, 128, 128), ChannelDelta(128), SelectiveScan(16, 64, 128)
+    delta, channels = GatedDelta(2, 128, 128), ChannelDelta(128)
     taps = {"taps": (4, delta.channels)}
     rule = RecurrentRule(CausalConv(delta.channels, 4), delta)
-    yield StateLayer("Qwen3-Next", 16, rule, taps, {"g": (2,), "beta": (2,)})
+    yield StateLayer("Qwen3-Next", 16, rule, taps, {"g": (2,), "beta": (2,)}, delta.channels, 2 * 128)
     taps = {"taps": (4, channels.channels)}
     rule = RecurrentRule(CausalConv(channels.channels, 4), channels)
-    yield StateLayer("Kimi Linear", 32, rule, taps, {"g": (128,), "beta": ()})
-    biased = {"taps": (4, scan.channels), "bias": (scan.channels,), "skip": (16,)}
-    rule = RecurrentRule(CausalConv(scan.channels, 4, has_bias=True), scan)
-    yield StateLayer("Nemotron-H", 8, rule, biased, {"g": (16,), "dt": (16,)})
+    yield StateLayer("Kimi Linear", 32, rule, taps, {"g": (128,), "beta": ()}, channels.channels, 128)
+    for model, num_groups, scan in (
+        ("Nemotron-H", 8, SelectiveScan(16, 64, 128)),
+        ("Granite 4", 1, SelectiveScan(128, 64, 128)),
+        ("Falcon-H1", 2, SelectiveScan(16, 128, 256)),
+    ):
+        biased = {"taps": (4, scan.channels), "bias": (scan.channels,), "skip": (scan.num_heads,)}
+        rule, gates = RecurrentRule(CausalConv(scan.channels, 4, has_bias=True), scan), (scan.num_heads,)
+        yield StateLayer(model, num_groups, rule, biased, {"g": gates, "dt": gates}, scan.channels, scan.values)
+    # The channels of Jamba are in 8 blocks of 1,024, and those of LFM2 in 8 of 256. Both have memories of windows.
+    weights, token = {"pace": (16, 1024), "skip": (1024,)}, {"dt": (1024,), "b": (16,), "c": (16,)}
+    yield StateLayer("Jamba", 8, RecurrentRule(None, ChannelScan(1024, 16)), weights, token, 1024, 1024)
+    rule, biased = (
+        RecurrentRule(CausalConv(1024, 4, has_bias=True), WindowAlone()),
+        {"taps": (4, 1024), "bias": (1024,)},
+    )
+    yield StateLayer("Jamba's window", 8, rule, biased, {}, 1024, 1024)
+    rule = RecurrentRule(CausalConv(256, 3, has_activation=False), WindowAlone())
+    yield StateLayer("LFM2's window", 8, rule, {"taps": (3, 256)}, {}, 256, 256)
 
 
 @dataclass(frozen=True)
@@ -154,18 +169,15 @@ STEPS = {
 
 def least_bytes(layer: StateLayer, step: StateStep) -> int:
     """Returns the bytes that a step must move: states read and written once, tokens read, and results written."""
-    [first, *_] = layer.rule.recurrence.parts
     state = 4 * layer.num_heads * sum(prod(part) for part in layer.rule.parts)
-    # Of a matrix, a key takes the other side than what is read.
-    values = prod(first) // first[-1 if isinstance(layer.rule.recurrence, SelectiveScan) else -2]
-    token = layer.num_heads * (2 * layer.num_channels + 4 * sum(map(prod, layer.token.values())) + 2 * values)
+    token = layer.num_heads * (2 * layer.num_channels + 4 * sum(map(prod, layer.token.values())) + 2 * layer.num_read)
     return 2 * step.num_rows * state + step.num_tokens * token
 
 
 def compiled(layer: StateLayer, step: StateStep, backend: Backend, mesh: Mesh) -> str:
     """Returns the text of the program by which one layer's states take in a step."""
     memory, everywhere = layer.memory, place(mesh)(())
-    states = tpu_states(memory, backend)
+    states = TpuStates.of(memory, backend)
 
     def on_device(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)  # type: ignore[no-untyped-call]
@@ -209,9 +221,13 @@ def cycles_per_byte(mesh: Mesh) -> float:
 
 
 def bundles_of(dumps: Path, kernel: str) -> int:
-    """Returns the bundles of one visit of a kernel, of the only program whose dumps are there."""
-    [report] = [path for path in dumps.iterdir() if f"-{kernel}" in path.name and "schedule-analysis" in path.name]
-    return int(_BUNDLES.findall(report.read_text())[0])
+    """Returns the bundles of one visit of a kernel, of the only program whose dumps are there.
+
+    A loop within a visit goes over the tokens of a tile, of which there are as many as it has at most.
+    """
+    [listing] = [path for path in dumps.iterdir() if kernel in path.name and path.name.endswith("01-final_bundles.txt")]
+    depths = [len(depth) for depth in _BUNDLE.findall(listing.read_text())]
+    return sum(TILE if depth > 1 else 1 for depth in depths)
 
 
 @dataclass(frozen=True)
@@ -239,14 +255,13 @@ def estimates(chip: TpuChip, dumps: Path) -> Iterator[StateEstimate]:
     for layer in layers():
         for program, steps in STEPS.items():
             plain, own, bundles = cost_of(compiled(layer, program, REFERENCE, mesh)), None, None
-            states = tpu_states(layer.memory, backend)
+            states = TpuStates.of(layer.memory, backend)
             if states is not None:
                 for path in dumps.iterdir():
                     path.unlink()
                 own = cost_of(compiled(layer, program, backend, mesh))
                 is_single = program.tokens_of_row == 1
-                rule = "delta_rule" if isinstance(states, TpuDelta) else "scan"
-                bundles = bundles_of(dumps, f"{rule}_{'single' if is_single else 'chunk'}")
+                bundles = bundles_of(dumps, "_single" if is_single else "_chunk")
                 bundles *= layer.num_heads // (states.blocks.single if is_single else states.blocks.chunk)
             for step in steps:
                 num_bytes = least_bytes(layer, step)
@@ -273,8 +288,9 @@ def main() -> None:
             for estimate in estimates(chip, Path(dumps)):
                 found.append(estimate)
                 print(estimate.row(), flush=True)
-    path = write_record("states-estimate", about, {"estimates": [asdict(estimate) for estimate in found]})
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+            record = {"versions": {"libtpu": version("libtpu")}, "estimates": [asdict(estimate) for estimate in found]}
+            path = write_record("states-estimate", about, record)
+            print(f"written to {path.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

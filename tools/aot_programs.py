@@ -23,10 +23,12 @@ from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.ops import InStack, project, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
+from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.state_kernel import state_kernel
 from jaxvllm.models.state_memory import StateMemory
@@ -41,7 +43,16 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import Chip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
-from pallas_kernels.linear_attention.cases import CONV_SIZE, SCAN_SERVING, DeltaCase, ScanCase, StateCase
+from pallas_kernels.linear_attention.cases import (
+    CHANNEL_SERVING,
+    CONV_SIZE,
+    SCAN_SERVING,
+    WINDOW_SERVING,
+    ChannelCase,
+    DeltaCase,
+    ScanCase,
+    StateCase,
+)
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
 from pallas_kernels.quantized_matmul.cases import SERVING as QUANTIZED_SERVING
 from pallas_kernels.quantized_matmul.cases import QuantizedCase
@@ -267,7 +278,12 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
             return ()
         # The kernel for GPUs takes no states wider than a page.
         scans = [case for case in SCAN_SERVING if backend.kind == "tpu" or case.state_size <= 128]
+        channels = (
+            *(_channel_program(case, backend) for case in CHANNEL_SERVING),
+            *(_window_program(case, backend) for case in WINDOW_SERVING),
+        )
         return (
+            *(channels if backend.kind == "tpu" else ()),
             *(_scan_program(case, backend) for case in scans),
             *(_delta_program(case, backend) for case in STATES_SERVING),
         )
@@ -443,6 +459,17 @@ def _scan_program(case: ScanCase, backend: Backend) -> Program:
     return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
 
 
+def _channel_program(case: ChannelCase, backend: Backend) -> Program:
+    S, C = case.size, case.num_channels
+    memory = StateMemory(case.num_heads, RecurrentRule(None, ChannelScan(C, S)))
+    return _states_program(case, memory, {"pace": (S, C), "skip": (C,)}, {"dt": (C,), "b": (S,), "c": (S,)}, backend)
+
+
+def _window_program(case: ChannelCase, backend: Backend) -> Program:
+    conv = CausalConv(case.num_channels, case.size + 1, has_activation=False)
+    return _states_program(case, StateMemory(case.num_heads, RecurrentRule(conv, WindowAlone())), {}, {}, backend)
+
+
 def _states_program(
     case: StateCase,
     memory: StateMemory,
@@ -452,12 +479,13 @@ def _states_program(
 ) -> Program:
     """Compiles a scan over layers that keep a state, whose pages are updated in place.
 
-    weights: what the rule has beside the taps of its convolution, by the shape for a head
+    weights: what the rule has beside the taps of its convolution, if it has one, by the shape for a head
     gates: what a token has beside its channels, in the same way
     """
     states = state_kernel(memory, backend)
-    assert states is not None and isinstance(memory.rule, RecurrentRule) and memory.rule.conv is not None
+    assert states is not None and isinstance(memory.rule, RecurrentRule)
     K, T, conv = memory.num_kv_heads, case.num_tokens, memory.rule.conv
+    num_channels = memory.rule.parts[0][-1] if conv is None else conv.channels
 
     def pool(num_pages: int) -> jax.ShapeDtypeStruct:
         return memory.pages(LAYERS, num_pages, case.page_size, DTYPE, backend)
@@ -482,9 +510,9 @@ def _states_program(
 
             return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))
 
-        stacks = {"taps": (conv.size, conv.channels), **weights}
+        stacks = weights if conv is None else {"taps": (conv.size, conv.channels), **weights}
         tokens = {name: on_device(T, K, *part) for name, part in gates.items()}
-        tokens[CHANNELS] = on_device(T, K, conv.channels, dtype=DTYPE)
+        tokens[CHANNELS] = on_device(T, K, num_channels, dtype=DTYPE)
         arguments = (
             on_device(*pages.shape),
             on_device(len(case.rows), case.columns, dtype=jnp.int32),

@@ -19,13 +19,12 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.positive import require_positive
-from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, one_by_one
+from jaxvllm.models.recurrence import CHANNELS, SKIP, RecurrentRule, one_by_one
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import State, StateMemory, Token
 from jaxvllm.models.state_mixer import StateMixer
 
-# The names of A and D among the weights of the rule, f32[K, S, C] and [K, C].
-_PACE, _SKIP = "pace", "skip"
+PACE = "pace"  # A among the weights of the rule, f32[K, S, C]
 _NORMS = ("mamba1_dt_norm", "mamba1_b_norm", "mamba1_c_norm")
 
 
@@ -49,8 +48,8 @@ class ChannelScan:
 
     def understand(self, weights: Mapping[str, jax.Array], mixed: jax.Array, token: Token) -> Token:
         """Returns g = dt A [S, C], dx = dt x and skipped = D x [C], b and c [S]."""
-        dt, skipped = token["dt"], weights[_SKIP] * mixed
-        return {"g": dt * weights[_PACE], "dx": dt * mixed, "b": token["b"], "c": token["c"], "skipped": skipped}
+        dt, skipped = token["dt"], weights[SKIP] * mixed
+        return {"g": dt * weights[PACE], "dx": dt * mixed, "b": token["b"], "c": token["c"], "skipped": skipped}
 
     def update(self, state: State, token: Token) -> State:
         [kept] = state
@@ -142,7 +141,7 @@ class Mamba(StateMixer):
         b, c = (jnp.broadcast_to(of[:, None].astype(jnp.float32), (*mixed.shape[:2], of.shape[-1])) for of in (b, c))
         token = {CHANNELS: mixed, "dt": jax.nn.softplus(dt), "b": b, "c": c}
         pace = -jnp.exp(jnp.swapaxes(weights["mamba1_decay"], -1, -2))
-        read, kv = given.recur(kv, given, {_PACE: pace, _SKIP: weights["mamba1_skip"]}, token)
+        read, kv = given.recur(kv, given, {PACE: pace, SKIP: weights["mamba1_skip"]}, token)
         out = (read * jax.nn.silu(gates.astype(jnp.float32))).astype(x.dtype)
         return self.output.apply_summed(weights, "mamba1_out", out.reshape(len(x), -1), given.axis), kv
 

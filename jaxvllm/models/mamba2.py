@@ -25,12 +25,10 @@ from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.norm import RmsNorm
 from jaxvllm.models.positive import require_positive
-from jaxvllm.models.recurrence import CHANNELS, RecurrentRule, decays
+from jaxvllm.models.recurrence import CHANNELS, SKIP, RecurrentRule, decays
 from jaxvllm.models.state_memory import State, Token
 from jaxvllm.models.state_mixer import StateMixer
 from sharding.axis import ModelAxis
-
-SKIP = "skip"  # D among the weights of the rule
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from jaxvllm.models.state_memory import State, Token
 
 # Of a token: the channels before the convolution.
 CHANNELS = "channels"
+# Of the weights of a rule: D, by which what comes in is multiplied and added to what is read.
+SKIP = "skip"
 
 
 class Recurrence(Protocol):

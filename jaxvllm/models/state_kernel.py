@@ -7,7 +7,7 @@ import jax
 
 from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.state_memory import StateMemory, Token
-from jaxvllm.models.tpu_states import tpu_states
+from jaxvllm.models.tpu_states import TpuStates
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
@@ -26,4 +26,4 @@ class StateKernel(Protocol):
 
 def state_kernel(memory: StateMemory, backend: Backend) -> StateKernel | None:
     """Returns the kernel for `memory`, or None where the backend has none for it: then plain XLA computes."""
-    return tpu_states(memory, backend) or GpuStates.of(memory, backend)
+    return TpuStates.of(memory, backend) or GpuStates.of(memory, backend)

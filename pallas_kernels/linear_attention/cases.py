@@ -90,6 +90,27 @@ class ScanCase(StateCase):
         return -(-numbers // (8 * 128)) * 8
 
 
+@dataclass(frozen=True)
+class ChannelCase(StateCase):
+    """States of `num_heads` blocks of channels, which know nothing of each other.
+
+    Each channel has `size` numbers: those of a state of the first Mamba, or the tokens before in a short convolution.
+    """
+
+    name: str
+    num_heads: int
+    num_channels: int  # of a block
+    size: int
+    rows: tuple[tuple[int, int], ...]
+    num_tokens: int
+    page_size: int = 16
+
+    @property
+    def page_rows(self) -> int:
+        """The rows of the page of a block."""
+        return -(-self.num_channels * self.size // (8 * 128)) * 8
+
+
 CASES = (
     DeltaCase("decode", 3, 2, ((5, 1), (0, 1), (0, 0), (16, 1)), 4),
     # The chunk of the first row ends in the second tile; the third one goes on within a column and reaches others.
@@ -104,6 +125,10 @@ SCAN_CASES = (
     # Heads of 80 values do not end where registers do, and values of states of 256 have two rows each.
     ScanCase("mixed", 1, 8, 80, 256, ((0, 70), (9, 1), (9, 41), (0, 1), (31, 2)), 128),
     ScanCase("one-tile", 2, 4, 32, 128, ((0, 7), (6, 3), (8, 1), (0, 0)), 16),
+)
+CHANNEL_CASES = (
+    ChannelCase("decode", 2, 384, 5, ((5, 1), (0, 1), (0, 0), (16, 1)), 4),
+    ChannelCase("mixed", 1, 256, 3, ((0, 70), (9, 1), (9, 41), (0, 1), (31, 2)), 128),
 )
 
 # What models make of steps, for compilers.
@@ -126,4 +151,15 @@ SCAN_SERVING = (
     ScanCase("granite-4-prompt-512", 1, 128, 64, 128, _PROMPT, 512),
     ScanCase("falcon-h1-decode-64", 2, 16, 128, 256, _DECODE, 64),
     ScanCase("falcon-h1-prompt-512", 2, 16, 128, 256, _PROMPT, 512),
+)
+CHANNEL_SERVING = (
+    ChannelCase("jamba-decode-64", 8, 1024, 16, _DECODE, 64),
+    ChannelCase("jamba-prompt-512", 8, 1024, 16, _PROMPT, 512),
+    ChannelCase("mamba-2.8b-prompt-512", 8, 640, 16, _PROMPT, 512),
+)
+WINDOW_SERVING = (
+    ChannelCase("jamba-window-decode-64", 8, 1024, 3, _DECODE, 64),
+    ChannelCase("jamba-window-prompt-512", 8, 1024, 3, _PROMPT, 512),
+    ChannelCase("lfm2-decode-64", 8, 256, 2, _DECODE, 64),
+    ChannelCase("lfm2-prompt-512", 8, 256, 2, _PROMPT, 512),
 )

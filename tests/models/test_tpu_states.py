@@ -13,11 +13,12 @@ from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.kimi_delta import ChannelDelta
+from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
 from jaxvllm.models.state_memory import Columns, StateMemory
-from jaxvllm.models.tpu_states import tpu_states
+from jaxvllm.models.tpu_states import TpuStates
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.layer_cache import LayerCache
 from pallas_kernels.backend import REFERENCE, Backend
@@ -69,9 +70,11 @@ def random_tokens(
     """The weights of a rule whose convolution sees `size` tokens, with others of such shapes, and tokens."""
     random = np.random.default_rng(0)
     tokens = {name: random.uniform(0.1, 1, (TOKENS, HEADS, *shape)) for name, shape in gates.items()}
-    tokens |= {"g": -tokens["g"], "channels": random.normal(size=(TOKENS, HEADS, CHANNELS))}
+    tokens |= {name: -tokens[name] for name in {"g"} & set(gates)}
+    tokens |= {"channels": random.normal(size=(TOKENS, HEADS, CHANNELS))}
     shapes = {"taps": (size, CHANNELS), **weights}
     of_rule = {name: random.normal(size=(HEADS, *shape)) for name, shape in shapes.items()}
+    of_rule |= {name: -np.abs(of_rule[name]) for name in {"pace"} & set(weights)}
     in_float32: Any = partial(jax.tree.map, partial(jnp.asarray, dtype=jnp.float32))
     return in_float32(of_rule), in_float32(tokens)
 
@@ -95,13 +98,21 @@ def assert_same(got: Any, expected: Any) -> None:
     [
         (BY_CHANNEL, 4, {}, {"g": (128,), "beta": ()}),
         (SCAN, 3, {"bias": (CHANNELS,), "skip": (2,)}, {"g": (2,), "dt": (2,)}),
+        (
+            RecurrentRule(None, ChannelScan(CHANNELS, 16)),
+            4,
+            {"pace": (16, CHANNELS), "skip": (CHANNELS,)},
+            {"dt": (CHANNELS,), "b": (16,), "c": (16,)},
+        ),
+        (RecurrentRule(CausalConv(CHANNELS, 4, has_bias=True), WindowAlone()), 4, {"bias": (CHANNELS,)}, {}),
+        (RecurrentRule(CausalConv(CHANNELS, 3, has_activation=False), WindowAlone()), 3, {}, {}),
     ],
-    ids=["Kimi delta attention", "Mamba-2"],
+    ids=["Kimi delta attention", "Mamba-2", "Mamba", "Mamba's window", "LFM2"],
 )
 def test_is_what_xla_computes(rule: RecurrentRule, size: int, weights: Any, gates: Any) -> None:
     memory, (of_rule, tokens) = StateMemory(HEADS, rule), random_tokens(size, weights, gates)
     pages, rows = random_pages(memory, 13), rows_with(1 + jnp.arange(12, dtype=jnp.int32).reshape(4, 3))
-    states = tpu_states(memory, INTERPRETED)
+    states = TpuStates.of(memory, INTERPRETED)
     assert states is not None
     got = jax.jit(states)(pages, PLACE, states.plan(rows, PAGE_SIZE), of_rule, tokens)
     columns = Columns(rows, PAGE_SIZE)
@@ -144,5 +155,6 @@ def test_other_states_and_other_backends_have_none() -> None:
         (small, INTERPRETED),
         (narrow, INTERPRETED),
         (window, INTERPRETED),
+        (RecurrentRule(None, ChannelScan(192, 16)), INTERPRETED),
     ]:
-        assert tpu_states(StateMemory(HEADS, rule), backend) is None
+        assert TpuStates.of(StateMemory(HEADS, rule), backend) is None

@@ -10,23 +10,30 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
-from pallas_kernels.linear_attention.tpu.blocks import StateBlocks, delta_blocks, scan_blocks
+from pallas_kernels.linear_attention.tpu.blocks import StateBlocks, channel_blocks, delta_blocks, scan_blocks
+from pallas_kernels.linear_attention.tpu.channel_scan import channel_chunks, channel_singles
 from pallas_kernels.linear_attention.tpu.delta_chunk import take_chunks
 from pallas_kernels.linear_attention.tpu.delta_single import take_singles
 from pallas_kernels.linear_attention.tpu.scan_chunk import scan_chunks
 from pallas_kernels.linear_attention.tpu.scan_single import scan_singles
-from pallas_kernels.linear_attention.tpu.tokens import DeltaTokens, ScanShape, ScanTokens
+from pallas_kernels.linear_attention.tpu.tokens import ChannelTokens, DeltaTokens, ScanShape, ScanTokens, WindowTokens
+from pallas_kernels.linear_attention.tpu.window import window_chunks, window_singles
 from pallas_kernels.linear_attention.visits import Visits
 
 __all__ = [
+    "ChannelTokens",
     "DeltaTokens",
     "ScanShape",
     "ScanTokens",
     "StateBlocks",
+    "WindowTokens",
+    "channel_blocks",
+    "channel_scan",
     "delta_blocks",
     "delta_rule",
     "scan_blocks",
     "selective_scan",
+    "short_convolution",
 ]
 
 
@@ -82,6 +89,65 @@ def selective_scan(
     if visits.chunks is not None:
         of_chunks, pages = scan_chunks(pages, place, visits.chunks, tokens, **options)
     return _read(visits, of_singles, of_chunks).reshape(*tokens.g.shape, -1), pages
+
+
+def channel_scan(
+    pages: jax.Array,
+    place: jax.Array | int,
+    visits: Visits,
+    tokens: ChannelTokens,
+    *,
+    blocks: StateBlocks,
+    chip: TpuChip,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Lets the states of a layer take in the tokens of a step as the first Mamba does (arXiv 2312.00752).
+
+    pages  # f32[L, P, K, R, 128]: of a block of channels, a state [S, C]
+    place: the layer's place in the pages
+
+    Returns what is read after each token, f32[T, K, C], zero for padding, and the pages, which are updated in place.
+    `blocks` are those of `channel_blocks`.
+    """
+    options: dict[str, Any] = {"blocks": blocks, "chip": chip, "interpret": interpret}
+    of_singles, pages = channel_singles(pages, place, visits.singles, tokens, **options)
+    of_chunks = None
+    if visits.chunks is not None:
+        of_chunks, pages = channel_chunks(pages, place, visits.chunks, tokens, **options)
+    return _read(visits, of_singles, of_chunks), pages
+
+
+def short_convolution(
+    pages: jax.Array,
+    place: jax.Array | int,
+    visits: Visits,
+    tokens: WindowTokens,
+    *,
+    has_activation: bool,
+    blocks: StateBlocks,
+    chip: TpuChip,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Lets each channel of the tokens of a step be convolved with the tokens before it.
+
+    pages  # f32[L, P, K, R, 128]: of a block of channels, the window of the convolution [W - 1, C]
+    place: the layer's place in the pages
+    has_activation: the results go through SiLU
+
+    Returns what becomes of each token, f32[T, K, C], zero for padding, and the pages, which are updated in place.
+    `blocks` are those of `channel_blocks`.
+    """
+    options: dict[str, Any] = {
+        "has_activation": has_activation,
+        "blocks": blocks,
+        "chip": chip,
+        "interpret": interpret,
+    }
+    of_singles, pages = window_singles(pages, place, visits.singles, tokens, **options)
+    of_chunks = None
+    if visits.chunks is not None:
+        of_chunks, pages = window_chunks(pages, place, visits.chunks, tokens, **options)
+    return _read(visits, of_singles, of_chunks), pages
 
 
 def _read(visits: Visits, of_singles: jax.Array, of_chunks: jax.Array | None) -> jax.Array:

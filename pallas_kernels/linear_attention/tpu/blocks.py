@@ -49,6 +49,21 @@ def scan_blocks(num_groups: int, page_rows: int, shape: ScanShape, conv_size: in
     return _largest(num_groups, single, [size for size in chunk if size <= 2], chip)
 
 
+def channel_blocks(
+    num_heads: int, page_rows: int, num_channels: int, conv_size: int, chip: TpuChip
+) -> StateBlocks | None:
+    """Returns the blocks for heads whose channels know nothing of each other, or None where kernels do not take them.
+
+    Such are short convolutions, which see `conv_size` tokens, and the recurrence of the first Mamba, which has 1. The
+    page of a head has `page_rows` rows.
+    """
+    if num_channels % LANES or conv_size > SUBLANES + 1:
+        return None
+    # There are twice as many numbers of a token as channels, and as many are read.
+    single, chunk = _fitting(num_heads, page_rows, 2 * num_channels, chip)
+    return _largest(num_heads, single, chunk, chip)
+
+
 def _fitting(num_heads: int, page_rows: int, num_channels: int, chip: TpuChip) -> tuple[list[int], list[int]]:
     """Returns the blocks that divide the heads and fit into VMEM, for single tokens and for tiles."""
     # A state is in two buffers to be read and in two to be written, and where it is kept between visits of a row.

@@ -39,13 +39,14 @@ def call_singles(
     weights: heads are its axis `head_axis`
     tokens: arrays [T, K, ..]
     read: the shape of what is read of a head
-    numbers: arrays f32[T, K, ..] of which the kernel takes single numbers, in SMEM
+    numbers: arrays f32[T, K, n] of which the kernel takes single numbers, in SMEM as [heads, 1, n]
 
     The kernel is given whether the state before the token counts, and references to the weights, to the arrays and the
     numbers of the token, to the state before it, to what is read and to the state after it. Returns what is read,
     f32[T, K, *read], and the pages. What is read for tokens without a visit is arbitrary.
     """
     num_tokens, num_heads = tokens[0].shape[:2]
+    numbers = [x[:, :, None] for x in numbers]  # whose last two axes a block may have whole
     of_weights = [*weights.shape]
     of_weights[head_axis] = heads
 
@@ -98,13 +99,14 @@ def call_singles(
 def call_chunks(
     kernel: Callable[..., None],
     weights: jax.Array,
-    channels: jax.Array,
-    gates: Sequence[jax.Array],
-    read: int,
+    tokens: Sequence[jax.Array],
+    read: tuple[int, ...],
     pages: jax.Array,
     place: jax.Array | int,
     visits: ChunkVisits,
     *,
+    gates: Sequence[jax.Array] = (),
+    numbers: Sequence[jax.Array] = (),
     heads: int,
     chip: TpuChip,
     interpret: bool,
@@ -113,21 +115,28 @@ def call_chunks(
     """Calls a kernel for `heads` heads and the tokens of a tile that belong to one row.
 
     weights  # f32[K, ..]
-    channels  # [T, K, C]
-    gates: arrays f32[T, K, ..], of which a block of heads has all of the first one, and then all of the next
-    read: the numbers that are read of a head
+    tokens: arrays [T, K, C], of which a tile has [N, heads * C], or [T, K, n, 128], of which it has [N, heads, n, 128]
+    read: the shape of what is read of a head, in one of these ways
+    gates: arrays f32[T, K, ..], of which a tile has [N, all], all of the first one, then of the next, and padding
+    numbers: arrays f32[T, n] of which the kernel takes single numbers, in SMEM
 
     The kernel is given the visit's tokens in the tile, from one to before another, and references to the weights, to
-    the channels [N, heads * C] and the gates [N, all] of the tile, to what is read [N, heads * read], which it must not
-    change for other tokens, and to the state [heads, S, W], which it changes. Returns the same as `call_singles`.
+    the arrays, the gates, if there are any, and the numbers of the tile, to what is read, which it must not change for
+    other tokens, and to the state f32[heads, S, W], which it changes. Returns the same as `call_singles`.
     """
-    num_tokens, num_heads, num_channels = channels.shape
+    num_tokens, num_heads = tokens[0].shape[:2]
     tile = min(TILE, num_tokens)
-    of_blocks = jnp.concatenate([x.reshape(num_tokens, num_heads // heads, -1) for x in gates], axis=-1).swapaxes(0, 1)
-    of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, -of_blocks.shape[-1] % LANES)))  # whole registers
 
-    def of_tile(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((tile, heads * size), lambda block, visit, place, tiles, *_: (tiles[visit], block))
+    def in_lanes(shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of all tokens, of which a block of heads has a part of the second axis."""
+        return (num_tokens, num_heads * shape[0]) if len(shape) == 1 else (num_tokens, num_heads, *shape)
+
+    def of_tile(shape: tuple[int, ...]) -> pl.BlockSpec:
+        _, second, *others = in_lanes(shape)
+        return pl.BlockSpec(
+            (tile, second // num_heads * heads, *others),
+            lambda block, visit, place, tiles, *_: (tiles[visit], block, *[0] * len(others)),
+        )
 
     def page(which: int) -> pl.BlockSpec:
         return pl.BlockSpec(
@@ -141,6 +150,28 @@ def call_chunks(
             ),
         )
 
+    given = [x.reshape(in_lanes(x.shape[2:])) for x in tokens]
+    specs = [of_tile(x.shape[2:]) for x in tokens]
+    if gates:
+        parts = [x.reshape(num_tokens, num_heads // heads, -1) for x in gates]
+        of_blocks = jnp.concatenate(parts, axis=-1).swapaxes(0, 1)
+        of_blocks = jnp.pad(of_blocks, ((0, 0), (0, 0), (0, -of_blocks.shape[-1] % LANES)))  # whole registers
+        given.append(of_blocks)
+        specs.append(
+            pl.BlockSpec(
+                (None, tile, of_blocks.shape[-1]), lambda block, visit, place, tiles, *_: (block, tiles[visit], 0)
+            )
+        )
+    for x in numbers:
+        given.append(x)
+        specs.append(
+            pl.BlockSpec(
+                (tile, x.shape[1]),
+                lambda block, visit, place, tiles, *_: (tiles[visit], 0),
+                memory_space=pltpu.SMEM,
+            )
+        )
+
     def body(
         place: Any,
         tiles: Any,
@@ -150,14 +181,9 @@ def call_chunks(
         targets: Any,
         firsts: Any,
         begins: Any,
-        weights: Any,
-        x: Any,
-        gates: Any,
-        before: Any,
-        out: Any,
-        after: Any,
-        state: Any,
+        *references: Any,
     ) -> None:
+        *inputs, before, out, after, state = references
         visit = pl.program_id(1)
 
         @pl.when(firsts[visit] == 1)
@@ -168,7 +194,7 @@ def call_chunks(
         def _() -> None:
             out[...] = jnp.zeros(out.shape, out.dtype)
 
-        kernel(lows[visit], highs[visit], weights, x, gates, out, state)
+        kernel(lows[visit], highs[visit], *inputs, out, state)
         after[...] = state[...]
 
     scalars = (
@@ -184,30 +210,27 @@ def call_chunks(
     call = pl.pallas_call(
         body,
         out_shape=(
-            jax.ShapeDtypeStruct((num_tokens, num_heads * read), jnp.float32),
+            jax.ShapeDtypeStruct(in_lanes(read), jnp.float32),
             jax.ShapeDtypeStruct(pages.shape, pages.dtype),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(num_heads // heads, visits.count),
             in_specs=[
-                pl.BlockSpec((heads, *weights.shape[1:]), lambda block, visit, *_: (block, 0, 0)),
-                of_tile(num_channels),
-                pl.BlockSpec(
-                    (None, tile, of_blocks.shape[-1]), lambda block, visit, place, tiles, *_: (block, tiles[visit], 0)
-                ),
+                pl.BlockSpec((heads, *weights.shape[1:]), lambda block, visit, *_: (block, *[0] * (weights.ndim - 1))),
+                *specs,
                 page(0),
             ],
             out_specs=[of_tile(read), page(1)],
             scratch_shapes=[pltpu.VMEM((heads, *pages.shape[3:]), jnp.float32)],
         ),
-        input_output_aliases={len(scalars) + 3: 1},
+        input_output_aliases={len(scalars) + 1 + len(given): 1},
         compiler_params=_compiler_params(chip),
         interpret=_interpreter(chip, interpret),
         name=name,
     )
-    out, pages = call(*scalars, weights, channels.reshape(num_tokens, -1), of_blocks, pages)
-    return out.reshape(num_tokens, num_heads, -1), pages
+    out, pages = call(*scalars, weights, *given, pages)
+    return out.reshape(num_tokens, num_heads, *read), pages
 
 
 def _compiler_params(chip: TpuChip) -> pltpu.CompilerParams:

@@ -61,8 +61,8 @@ def _scan_single(
     goes_on: jax.Array,
     weights: Any,  # [groups, W + 2, C / 128, 128]
     x: Any,  # [groups, C / 128, 128]
-    left: Any,  # [groups, H], in SMEM
-    steps: Any,  # [groups, H], in SMEM
+    left: Any,  # [groups, 1, H], in SMEM
+    steps: Any,  # [groups, 1, H], in SMEM
     before: Any,  # [groups, R, 128]
     out: Any,  # [groups, H * P / 128, 128]
     after: Any,  # [groups, R, 128]
@@ -96,8 +96,8 @@ def _scan_single(
                 products = []
                 for head, own in shape.heads(part):
                     at = shape.rows_of(part, own, line)
-                    incoming = column[own] * (b[line : line + 1] * steps[group, head])
-                    state = kept(before[group, at, :]) * left[group, head] + incoming
+                    incoming = column[own] * (b[line : line + 1] * steps[group, 0, head])
+                    state = kept(before[group, at, :]) * left[group, 0, head] + incoming
                     after[group, at, :] = state
                     products.append(state * c[line : line + 1])
                 read += jnp.sum(jnp.concatenate(products).T, axis=0, keepdims=True)
