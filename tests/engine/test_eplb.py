@@ -40,7 +40,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["1x2", "2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["1x2", "2x2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("2x1x2", "2x2x1"))]
+)
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     options = OPTIONS | {"mesh": request.param, "enable_expert_parallel": True, "enable_eplb": True}
     with ExitStack() as stack:
