@@ -162,14 +162,11 @@ class EngineConfig:
             if not self.speculation:
                 raise ValueError("speculative_config says what guesses, and speculation is off: leave one of them out")
         if self.kv_transfer_config is not None:
-            transfer = KVTransferConfig.read(self.kv_transfer_config)
-            object.__setattr__(self, "kv_transfer_config", str(transfer))
+            object.__setattr__(self, "kv_transfer_config", str(KVTransferConfig.read(self.kv_transfer_config)))
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config needs the prefix cache, which is where pages arrive: leave it on")
             if self.has_others:
                 raise ValueError("kv_transfer_config is for an engine of one process: leave it out")
-            if transfer.stays_on_devices and self.mesh_shape.data > 1:
-                raise ValueError(f"the transport device is for one replica: use 1xM, not {self.mesh}")
         if self.pooler_config is not None:
             object.__setattr__(self, "pooler_config", str(PoolerConfig.read(self.pooler_config)))
         if self.kv_events_config is not None:
@@ -203,8 +200,6 @@ class EngineConfig:
         # `str`, so that (1, 8) and 8 get an error that says what to write.
         if MeshShape.parse(str(self.mesh)).stages > 1:
             self._check_guesses_of_tokens(f"mesh {self.mesh} divides the layers among stages", "or a mesh of DxM")
-        if self.shares_experts:
-            self._check_lockstep()
         if self.enable_prompt_embeds:
             self._check_guesses_of_tokens("enable_prompt_embeds lets prompts have no tokens", "or leave one out")
         for name in ("row_buckets", "token_buckets"):
@@ -218,15 +213,6 @@ class EngineConfig:
             raise NotImplementedError(
                 f"{why}, and drafts of a model or head are not supported there: use the method ngram or suffix, "
                 f"{way_out}"
-            )
-
-    def _check_lockstep(self) -> None:
-        """Raises NotImplementedError for what replicas that share experts cannot do."""
-        if self.mesh_shape.stages > 1:
-            raise NotImplementedError(
-                f"enable_expert_parallel on mesh {self.mesh} lets {self.mesh_shape.data} replicas share experts and "
-                "compute in lockstep, and stages are not supported there: use a mesh of DxM or Px1xM, or serve with "
-                "data_parallel_size and data_parallel_backend mp, with which each replica has all experts"
             )
 
     @property

@@ -116,6 +116,11 @@ def build(
             f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}, or "
             f"{hosts.count}x1x{len(devices) // hosts.count} with as many stages as processes"
         )
+    if config.kv_transfer is not None and config.kv_transfer.stays_on_devices and config.mesh_shape.data > 1:
+        raise ValueError(
+            f"the transport device is for one replica in a process: use 1xM and not {config.mesh}, or serve with "
+            "data_parallel_backend mp"
+        )
     mesh = make_mesh(config.mesh_shape, devices)
     meshes = (mesh,) if config.shares_experts else replica_meshes(mesh)
     device = meshes[0].devices.flat[0]
@@ -202,7 +207,7 @@ def build(
         is_named = config.kv_transfer.leaves_engine
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
         connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
-        if config.kv_transfer.stays_on_devices:  # which is for one replica
+        if config.kv_transfer.stays_on_devices:
             moves: list[PageMoves] = [DeviceMoves(holder) for holder in holders]
         else:
             moves = [HostMoves(runner, form) for runner in runners]

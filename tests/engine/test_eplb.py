@@ -46,6 +46,7 @@ WAYS = [
     ("2x2", None),
     pytest.param(("2x2", "ragged_all_to_all"), marks=pytest.mark.slow),
     pytest.param(("2x1x2", None), marks=pytest.mark.slow),
+    pytest.param(("2x2x1", None), marks=pytest.mark.slow),
 ]
 
 

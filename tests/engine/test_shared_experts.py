@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, SamplingParams
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
@@ -94,7 +94,7 @@ def expected(directory: Path) -> list[Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("2x1", marks=pytest.mark.slow), "2x2", pytest.param("2x4", marks=pytest.mark.slow)],
+    params=["2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2x1", "2x4", "2x2x1"))],
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     with rare_programs(on_demand=False), all_drafts_or_none():
@@ -257,16 +257,16 @@ def test_what_is_for_one_replica_changes_nothing_in_the_others(llm: LLM) -> None
 
 def test_each_device_has_some_experts_and_no_other_has_them(llm: LLM) -> None:
     mesh = llm.config.mesh_shape
-    for layer in llm.engine.weights["layers"]:
-        for name, array in layer.items():
-            for leaf in jax.tree.leaves(array):
-                indices = [shard.index for shard in leaf.addressable_shards]
-                parts = {str(index) for index in indices}
-                if name in ("experts_gate_up", "experts_down"):
-                    assert len(parts) == mesh.num_devices
-                    assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {8 // mesh.num_devices}
-                else:
-                    assert len(parts) in (1, mesh.model), f"replicas share {name}"
+    for path, array in jax.tree.leaves_with_path(llm.engine.weights["layers"]):
+        name = jax.tree_util.keystr(path)
+        parts = {str(shard.index) for shard in array.addressable_shards}
+        if any(experts in name for experts in ("experts_gate_up", "experts_down")):
+            assert len(parts) == mesh.num_devices
+            of_experts = -4 if "gate_up" in name else -3  # before it is the layer, where there are stages
+            held = {shard.data.shape[of_experts] for shard in array.addressable_shards}
+            assert held == {8 * mesh.stages // mesh.num_devices}
+        else:
+            assert len(parts) in (mesh.stages, mesh.stages * mesh.model), f"replicas share {name}"
 
 
 def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
@@ -294,20 +294,6 @@ def test_the_same_tokens_where_each_goes_only_to_its_experts(mesh: str, director
 def test_an_unknown_way_to_experts_is_refused() -> None:
     with pytest.raises(ValueError, match="all2all_backend must be one of .* or None, not 'fast'"):
         EngineConfig(all2all_backend="fast")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mesh": "2x2x1"},
-    ],
-    ids=str,
-)
-def test_what_replicas_in_lockstep_cannot_do_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(
-        NotImplementedError, match="replicas share experts .* stages are not supported there: use a mesh of DxM or"
-    ):
-        EngineConfig(**{"mesh": "2x2"} | SHARED | options)
 
 
 def test_experts_that_come_late_are_shared_too():

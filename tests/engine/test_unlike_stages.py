@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxvllm import LLM
+from sharding.mesh import MeshShape
 from tests.engine.tiny import GREEDY, assert_idle, few_pages, greedy_tokens, one_program, tiny_llm
 from tests.models.fixture import Fixture
 
@@ -29,6 +30,7 @@ CASES = [
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
             ("deepseek_v3", "4x1x2"),
+            ("deepseek_v3", "2x2x1"),  # replicas that share experts, which only their second stages have
             ("qwen3_next", "2x1x2"),
             ("kimi_linear", "3x1x1"),
             ("jamba", "2x1x2"),
@@ -47,6 +49,7 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     fixture = Fixture.load(name)
     directory = fixture.write_checkpoint(tmp_path_factory.mktemp(name))
     options = SIZES | {"mesh": mesh, "max_model_len": fixture.max_model_len}
+    options["enable_expert_parallel"] = MeshShape.parse(mesh).data > 1
     # A program costs three to five seconds. That of rows which decode, whose tokens are its rows, is compiled once.
     with nullcontext() if name == "lfm2" else one_program(128, 8), tiny_llm(directory, **options) as llm:
         yield fixture, llm

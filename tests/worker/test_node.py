@@ -1,6 +1,7 @@
 """Headless hosts, which are other processes of this machine here."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -138,5 +139,10 @@ def test_replicas_that_share_experts_are_in_one_process() -> None:
     assert engine.config.mesh == "2x2" and engine.config.shares_experts
     apart = open_pool(sharing, replace(two, data_parallel_backend="mp")).engines
     assert [one.config.shares_experts for one in apart] == [False, False]
+    # The mesh may say the same, with options that replicas in one process cannot have.
+    kept = {"kv_connector": "peer", "kv_connector_extra_config": {"transport": "device", "secret": "2 * 8 characters"}}
+    meshed = EngineConfig(mesh="2x2x2", enable_expert_parallel=True, kv_transfer_config=json.dumps(kept))
+    apart = open_pool(meshed, DataParallelConfig(data_parallel_backend="mp")).engines
+    assert [one.config.mesh for one in apart] == ["2x1x2"] * 2
     with pytest.raises(NotImplementedError, match="replicas on several hosts cannot share experts"):
         open_pool(sharing, replace(two, data_parallel_size_local=1))
