@@ -40,7 +40,6 @@ class GgufArchitecture:
     tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
     norm_offset: what is added to the weights of norms before they are stored
-    exceeds_float16: hidden states are beyond the largest number of float16, although files may have that dtype
     needs: keys of metadata that must be there, beside those of all architectures
     """
 
@@ -49,7 +48,6 @@ class GgufArchitecture:
     own_keys: OwnKeys = lambda _: {}
     has_turned_heads: bool = False
     norm_offset: float = 0.0
-    exceeds_float16: bool = False
     needs: tuple[str, ...] = ()
 
 
@@ -126,7 +124,6 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**_USUAL, **_SANDWICH},
         _gemma2,
         norm_offset=1.0,
-        exceeds_float16=True,
         needs=_WINDOW_KEY,
     ),
     "gemma3": GgufArchitecture(
@@ -134,7 +131,6 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**_USUAL, **_SANDWICH, **_HEAD_NORMS},
         _gemma3,
         norm_offset=1.0,
-        exceeds_float16=True,
         needs=_WINDOW_KEY,
     ),
     "phi3": GgufArchitecture(

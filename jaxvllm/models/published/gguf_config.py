@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.gguf_file import GgufFile
+from jaxvllm.models.families import find_family
 from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -109,7 +110,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     """Returns the dtype in which the model is computed unless the user says another one."""
     dtype = _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16")
-    return "bfloat16" if dtype == "float16" and architecture.exceeds_float16 else dtype
+    family = find_family({"architectures": [architecture.family]})
+    return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 
 
 def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
