@@ -192,8 +192,11 @@ def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
         return f"{OUTSIDE[body]}.{kind}"
     start, _, rest = body.partition(".")
     number, _, own = rest.partition(".")
-    if start == "blk" and number.isdecimal() and own in tensors:
-        return f"model.layers.{number}.{tensors[own]}.{kind}"
+    if start == "blk" and number.isdecimal():
+        if (whole := tensors.get(f"{own}.{kind}")) is not None:
+            return f"model.layers.{number}.{whole}"
+        if own in tensors:
+            return f"model.layers.{number}.{tensors[own]}.{kind}"
     return name
 
 
