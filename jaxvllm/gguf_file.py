@@ -45,10 +45,13 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     @classmethod
-    def open(cls, path: Path) -> "GgufFile":
-        """Opens the file, and the others if it is one of several. Raises ValueError that names a damaged file."""
+    def open(cls, path: Path, has_texts: bool = True) -> "GgufFile":
+        """Opens the file, and the others if it is one of several. Raises ValueError that names a damaged file.
+
+        Without `has_texts`, lists of strings are empty: a vocabulary and its merges are only for the tokenizer.
+        """
         paths = split_files(path)
-        first, *others = map(_read, paths)
+        first, *others = (_read(one, has_texts) for one in paths)
         tensors = dict(first.tensors)
         for other in others:
             if twice := sorted(tensors.keys() & other.tensors.keys()):
@@ -86,12 +89,12 @@ def split_files(path: Path) -> list[Path]:
     return paths
 
 
-def _read(path: Path) -> GgufFile:
+def _read(path: Path, has_texts: bool) -> GgufFile:
     with path.open("rb") as stream:
         if not stream.seek(0, 2):
             raise ValueError(f"{path} is empty: download it again")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            cursor = _GgufCursor(path, data)
+            cursor = _GgufCursor(path, data, has_texts)
             metadata = cursor.metadata()
             return GgufFile(path, metadata, cursor.tensors(metadata))
 
@@ -99,8 +102,9 @@ def _read(path: Path) -> GgufFile:
 class _GgufCursor:
     """A place in a file, which moves on with everything that is read: the metadata first, and then the tensors."""
 
-    def __init__(self, path: Path, data: mmap.mmap):
+    def __init__(self, path: Path, data: mmap.mmap, has_texts: bool):
         self._path, self._data, self._at, self._end = path, data, 0, len(data)
+        self._has_texts = has_texts
         if self._take(4, "its first bytes") != MAGIC:
             raise ValueError(f"{path} is not a GGUF file: it begins with {data[:4]!r}")
         version = self._number("<I", "its version")
@@ -148,7 +152,7 @@ class _GgufCursor:
         of, count = self._number("<I", key), self._number("<Q", key)
         if of == _STRING:
             self._check_room(count, 8, f"strings of {key}")
-            return self._texts(count, key)
+            return self._texts(count, key) if self._has_texts else self._skipped_texts(count, key)
         if of not in _SCALARS:
             self._damaged(f"{key} is an array of the type {of}, which no array has")
         letter = _SCALARS[of][1:]
@@ -176,6 +180,17 @@ class _GgufCursor:
             return [text.decode() for text in found]
         except UnicodeDecodeError as error:
             self._damaged(f"{what} is not UTF-8 ({error})")
+
+    def _skipped_texts(self, count: int, what: str) -> list[str]:
+        """Passes by strings, which takes a third of the time."""
+        data, at, end = self._data, self._at, self._end
+        length = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + (length(data, at)[0] if end - at >= 8 else end)
+            if at > end:
+                self._damaged(f"{what} goes beyond the end of the file")
+        self._at = at
+        return []
 
     def _number(self, form: str, what: str) -> Any:
         [value] = struct.unpack(form, self._take(struct.calcsize(form), what))

@@ -68,6 +68,13 @@ def _gguf_in(directory: Path, kind: str | None = None) -> Path:
     return of_kind[0]
 
 
+def hub_patterns(kind: str) -> tuple[str, ...]:
+    """Returns the patterns of the GGUF files of a kind: F16 is a word of their names, and BF16 another one."""
+    ends = (f"{SUFFIX}", f"[-.]*{SUFFIX}")
+    starts = ("", "*[-._/]")
+    return tuple(f"{start}{word}{end}" for word in (kind.lower(), kind.upper()) for start in starts for end in ends)
+
+
 def resolve(model: str) -> Path:
     """Returns the directory or the GGUF file of a model: one that ships with us, a local one, or one of the hub.
 
@@ -81,9 +88,9 @@ def resolve(model: str) -> Path:
     match = _HUB_NAME.fullmatch(model)
     assert match is not None, model
     name, kind = match["name"], match["kind"]
-    patterns = HUB_FILES if kind is None else [f"*{kind.lower()}*{SUFFIX}", f"*{kind.upper()}*{SUFFIX}"]
+    patterns = HUB_FILES if kind is None else hub_patterns(kind)
     try:
-        directory = Path(snapshot_download(name, allow_patterns=list(patterns)))
+        directory = Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=[f"*{_BESIDE}*"]))
     # Anything may go wrong on a network, and each kind has its own exception.
     except Exception as error:
         raise ValueError(

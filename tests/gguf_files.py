@@ -20,7 +20,17 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
+    "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
 }
+TURNED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.ARCEE, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3}
 Choice = Callable[[str], Kind]
 
 
@@ -46,7 +56,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     rounded: dict[str, np.ndarray] = {}
     for name, parts in _stacked(weights).items():
-        own = names.get_name(name, (".weight", ".bias"))
+        own = names.get_name(name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias"))
         assert own is not None, name
         change, back = _changes(architecture, name, config)
         data = change(np.stack(list(parts.values())) if len(parts) > 1 else next(iter(parts.values())))
@@ -87,6 +97,17 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         ("sliding_window", writer.add_sliding_window),
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("n_routed_experts", writer.add_expert_count),
+        ("n_shared_experts", writer.add_expert_shared_count),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
+        ("first_k_dense_replace", writer.add_leading_dense_block_count),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("norm_topk_prob", writer.add_expert_weights_norm),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
     ):
         if config.get(key) is not None:
             add(config[key])
@@ -95,7 +116,8 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
 def _stacked(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """The tensors by name, where all experts of a layer are one."""
     found: dict[str, dict[str, np.ndarray]] = {}
-    for name, data in weights.items():
+    for name in sorted(weights, key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")]):
+        data = weights[name]
         start, experts, rest = name.partition(".experts.")
         own = f"{start}{experts}{rest.partition('.')[2]}" if experts else name
         found.setdefault(own, {})[name] = data
@@ -107,7 +129,7 @@ def _changes(
 ) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
     """What is done to a tensor before it is stored, and what undoes it."""
     module, _, kind = name.rpartition(".")
-    if architecture is gguf.MODEL_ARCH.LLAMA and module.endswith(("q_proj", "k_proj")):
+    if architecture in TURNED and module.endswith(("q_proj", "k_proj")):
         count = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
         return (
             lambda x: x.reshape(count, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
@@ -149,5 +171,6 @@ def demo_tokenizer(directory: Path) -> Callable[[gguf.GGUFWriter], None]:
 
 def sized(fixture: Fixture, **config: Any) -> dict[str, Any]:
     """The config of a fixture with what the converter finds in every config."""
-    # Files have it in float32.
-    return {"rms_norm_eps": float(np.float32(1e-6)), "rope_theta": 10_000.0} | fixture.config | config
+    found = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0} | fixture.config | config
+    # Files have numbers in float32.
+    return {key: float(np.float32(value)) if isinstance(value, float) else value for key, value in found.items()}

@@ -44,6 +44,8 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path) -> Non
         "exact": 0.1,
     }
     assert file.metadata == {"general.architecture": "llama"} | expected
+    without = GgufFile.open(path, has_texts=False)
+    assert without.metadata == file.metadata | {"words": []} and without.tensors == file.tensors
     data = path.read_bytes()
     assert file.tensors.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -68,6 +70,8 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path) -> Non
         (header(1) + text("k") + struct.pack("<IIQ", 9, 9, 1) + bytes(99), "k is an array of the type 9"),
         (header(1) + text("k") + struct.pack("<IQ", 8, 9) + b"short", "k goes beyond the end"),
         (header(1) + text("k") + struct.pack("<IQ", 8, 1) + b"\xff", "k is not UTF-8"),
+        (header(1) + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("a") + bytes(7), "k goes beyond the end"),
+        (header(1) + text("k") + struct.pack("<IIQ", 9, 8, 1) + struct.pack("<Q", 2**63), "k goes beyond the end"),
         (header(2) + 2 * (text("k") + struct.pack("<IB", 7, 1)), "it has k twice"),
         (header(1) + text("general.alignment") + struct.pack("<II", 4, 3), "alignment is 3, and no power of two"),
         (header(0, 1) + text("t") + struct.pack("<I", 2**31) + bytes(99), "tensor t is there twice, or has 2147483648"),
@@ -77,8 +81,9 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path) -> Non
 def test_what_is_damaged_is_told_with_the_file(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
-        GgufFile.open(path)
+    for has_texts in (True, False):
+        with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
+            GgufFile.open(path, has_texts)
 
 
 def test_all_files_of_a_split_model_must_be_there(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from jaxvllm.cli import main
-from jaxvllm.model_name import ASSETS, local_directory
+from jaxvllm.model_name import ASSETS, hub_patterns, local_directory
 from pallas_kernels import extras
 
 
@@ -34,6 +35,14 @@ def test_files_of_a_directory_are_chosen_by_their_kind(tmp_path: Path) -> None:
     for name in names[1:]:
         (tmp_path / name).unlink()
     assert local_directory(str(tmp_path)) == tmp_path / names[0]
+
+
+def test_only_files_of_a_kind_are_downloaded() -> None:
+    names = [
+        *("M-F16.gguf", "m.f16.gguf", "F16/M-F16-00001-of-00002.gguf", "f16.gguf", "x/F16.gguf"),
+        *("M-BF16.gguf", "M-Q8_0.gguf", "F16.txt", "M-F16K.gguf", "BF16/M-BF16-00001-of-00002.gguf"),
+    ]
+    assert list(filter_repo_objects(names, allow_patterns=list(hub_patterns("F16")))) == names[:5]
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope/x", "nope", "/nope", "a/b/c", "~nobody-has-this-name/x", ""])

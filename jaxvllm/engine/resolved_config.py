@@ -14,7 +14,7 @@ from jaxvllm.engine.kv_cache_dtype import kv_quantization
 from jaxvllm.models import checkpoint
 from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, num_experts
-from jaxvllm.models.families import model_spec
+from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Layout
@@ -150,6 +150,12 @@ def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) ->
     if config.dtype == "float16" and platform == "tpu":
         # Our kernel has no float16 on TPU either, and XLA's attention in float16 copies all pages there.
         raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
+    family = find_family(hf_config)
+    if config.dtype == "float16" and family.exceeds_float16:
+        raise ValueError(
+            f"hidden states of {family.architecture} are beyond the largest number of float16: set dtype to bfloat16, "
+            "float32 or auto"
+        )
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     if platform == "cpu":
@@ -159,4 +165,5 @@ def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) ->
         is_bfloat16 = has_kernels and checkpoint.stated_dtype(hf_config) == "bfloat16"
         return jnp.dtype("bfloat16" if is_bfloat16 else "float32")
     stated = checkpoint.config_dtype(hf_config)
-    return jnp.dtype("bfloat16" if platform == "tpu" and stated == "float16" else stated)
+    is_refused = stated == "float16" and (platform == "tpu" or family.exceeds_float16)
+    return jnp.dtype("bfloat16" if is_refused else stated)

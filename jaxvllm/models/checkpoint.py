@@ -49,7 +49,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises ValueError when it is missing or not a JSON object, or when the GGUF file is damaged.
     """
     if is_gguf(path):
-        return gguf_config(GgufFile.open(path))
+        return gguf_config(GgufFile.open(path, has_texts=False))
     file = path / CONFIG
     if not path.is_dir():
         raise ValueError(f"model directory {path} does not exist")

@@ -59,7 +59,7 @@ class StoredWeights:
         Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
         """
         if is_gguf(directory):
-            return cls.of(GgufTensors.of(GgufFile.open(directory)), find_family(config), spec)
+            return cls.of(GgufTensors.of(GgufFile.open(directory, has_texts=False)), find_family(config), spec)
         files, encoding = open_weights(directory), published_encoding(config)
         tensors: Tensors = files if encoding is None else EncodedFiles.of(files, encoding)
         return cls.of(tensors, find_family(config), spec)

@@ -33,6 +33,7 @@ ENDS = (
     "_<EOT>",
 )
 _SPACE = "▁"  # SentencePiece's
+_LONGEST = 1024  # characters of a piece, all of whose divisions in two are looked at; usual are 16 at most
 # Added tokens of Phi-3 take the spaces and line breaks that follow them, but for these. Files do not say so.
 _TAKING_SPACES, _NOT_TAKING = ("phi3", "llama"), ("<unk>", "<s>", "<|endoftext|>")
 
@@ -121,6 +122,8 @@ class GgufVocabulary:
         fits = all(len(values[name]) == len(tokens) for name in lists[1:] if name != "merges")
         if not fits or not all(isinstance(token, str) for token in tokens) or len(set(tokens)) != len(tokens):
             found._reject(f"{START}tokens must be {len(kinds)} strings that differ, with a type and a score for each")
+        if model == "llama" and (longest := max(map(len, tokens), default=0)) > _LONGEST:
+            found._reject(f"it has a token of {longest} characters: pieces have {_LONGEST} at most")
         rule = values.get("pre")
         if model == "gpt2" and not (isinstance(rule, str) and rule in RULES):
             found._reject(f"{START}pre is {rule!r}: known are {', '.join(RULES)}")

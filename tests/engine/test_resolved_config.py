@@ -38,6 +38,14 @@ def test_the_dtype(platform: str, stated: str, chosen: str, dtype: str) -> None:
     assert made.dtype.name == dtype and made.kv_quantization is None
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_models_that_exceed_float16_are_not_computed_in_it(name: str) -> None:
+    stated = Fixture.load(name).config | {"torch_dtype": "float16"}
+    assert ResolvedConfig.of(EngineConfig(), stated, "gpu").dtype == "bfloat16"
+    with pytest.raises(ValueError, match="are beyond the largest number of float16: set dtype to bfloat16, float32"):
+        ResolvedConfig.of(EngineConfig(dtype="float16"), stated, "gpu")
+
+
 def cpu(features: str) -> CpuChip:
     return CpuChip(name="a CPU", triple="x86_64-unknown-linux-gnu", features=features)
 

@@ -84,6 +84,13 @@ def test_sentence_pieces_are_those_of_tokenizer_json(tmp_path: Path) -> None:
     check_same(found, Tokenizer.from_directory(directory))
 
 
+def add_pieces(writer: gguf.GGUFWriter, *tokens: str) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(tokens))
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_scores([0.0] * len(tokens))
+
+
 @pytest.mark.parametrize(("scores", "tokens"), [([-2.0, -1.0], ["a", "bc"]), ([-1.0, -2.0], ["ab", "c"])])
 def test_the_piece_with_the_best_score_is_made_first(scores: list[float], tokens: list[str], tmp_path: Path) -> None:
     def add(writer: gguf.GGUFWriter) -> None:
@@ -153,6 +160,7 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
         (lambda writer: add_bpe("gpt-2", eos=99)(writer), "eos_token_id is 99, and there are 18 tokens"),
         (lambda writer: writer.add_tokenizer_model("bert"), "model must be gpt2 or llama, not 'bert'"),
         (lambda writer: writer.add_tokenizer_model("llama"), "it has no list tokenizer.ggml.tokens"),
+        (lambda writer: add_pieces(writer, "a" * 1025), "it has a token of 1025 characters: pieces have 1024 at most"),
     ],
 )
 def test_what_is_not_known_is_refused(change: Callable[[gguf.GGUFWriter], None], message: str, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Family:
     understood: tuple[str, ...] = ()
     # The key under which the decoder's config is nested.
     nested_in: str | None = None
+    # Whether hidden states are beyond the largest number of float16, so that it is refused, as in vLLM.
+    exceeds_float16: bool = False
     # How its checkpoints hold MTP heads, where they have any.
     mtp: MtpFormat = MtpFormat()
 
@@ -43,7 +45,7 @@ class Family:
         return {key: config[key] for key in outer if key in config} | inner
 
 
-def beside_vision(architecture: str, spec: Callable[[HfConfig], ModelSpec]) -> Family:
+def beside_vision(architecture: str, spec: Callable[[HfConfig], ModelSpec], *, exceeds_float16: bool = False) -> Family:
     """Returns the family of the decoder in a multimodal checkpoint, whose vision tower is not read."""
     return Family(
         architecture,
@@ -51,4 +53,5 @@ def beside_vision(architecture: str, spec: Callable[[HfConfig], ModelSpec]) -> F
         prefixes=("model.language_model.", "language_model.model."),
         foreign=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
         nested_in="text_config",
+        exceeds_float16=exceeds_float16,
     )

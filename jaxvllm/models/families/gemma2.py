@@ -47,4 +47,4 @@ def gemma2_spec(config: HfConfig) -> ModelSpec:
     )
 
 
-FAMILY = Family("Gemma2ForCausalLM", gemma2_spec)
+FAMILY = Family("Gemma2ForCausalLM", gemma2_spec, exceeds_float16=True)

@@ -71,6 +71,6 @@ def rope_entries(config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 FAMILIES = (
-    Family("Gemma3ForCausalLM", gemma3_spec),
-    beside_vision("Gemma3ForConditionalGeneration", gemma3_spec),
+    Family("Gemma3ForCausalLM", gemma3_spec, exceeds_float16=True),
+    beside_vision("Gemma3ForConditionalGeneration", gemma3_spec, exceeds_float16=True),
 )

@@ -1,7 +1,7 @@
 """`GgufArchitecture`: the names in GGUF files of an architecture, and what such files do not say of a model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxvllm.gguf_file import GgufFile
@@ -20,6 +20,7 @@ _USUAL: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_USUAL_PRESENT: Mapping[str, str] = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
@@ -37,11 +38,15 @@ _MIXTRAL_EXPERTS = {
 class GgufArchitecture:
     """The family of Hugging Face that an architecture is, and how its files differ from that family's checkpoints.
 
-    tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack
+    tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack. A
+    name with its kind, such as `x.bias`, comes before that of all kinds
+    present: keys of a config.json that say whether there are such tensors as one of the first layer
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
     norm_offset: what is added to the weights of norms before they are stored
-    exceeds_float16: hidden states are beyond the largest number of float16, although files may have that dtype
     needs: keys of metadata that must be there, beside those of all architectures
+    understood: keys that `own_keys` takes into account, and others refuse
+    usual_values: the only values that are known of some keys, where they are others than for most
+    refused: keys that change the model in a way that is not known
     """
 
     family: str
@@ -49,8 +54,11 @@ class GgufArchitecture:
     own_keys: OwnKeys = lambda _: {}
     has_turned_heads: bool = False
     norm_offset: float = 0.0
-    exceeds_float16: bool = False
     needs: tuple[str, ...] = ()
+    present: Mapping[str, str] = field(default_factory=lambda: _USUAL_PRESENT)
+    understood: tuple[str, ...] = ()
+    usual_values: Mapping[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
 
 
 def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,6 +107,31 @@ def _gemma3(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _granite(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "attention_multiplier": values.get("attention.scale", 1.0),
+        "embedding_multiplier": values.get("embedding_scale", 1.0),
+        "residual_multiplier": values.get("residual_scale", 1.0),
+        "logits_scaling": values.get("logit_scale", 1.0),
+    }
+
+
+def _glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        # The layers that predict further tokens are counted as well.
+        "num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0),
+        "n_routed_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "n_shared_experts": values["expert_shared_count"],
+        "first_k_dense_replace": values["leading_dense_block_count"],
+        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": values.get("expert_weights_norm", True),
+        "n_group": values.get("expert_group_count", 1),
+        "topk_group": values.get("expert_group_used_count", 1),
+    }
+
+
 def _phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "sliding_window": values.get("attention.sliding_window") or None,
@@ -126,7 +159,6 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**_USUAL, **_SANDWICH},
         _gemma2,
         norm_offset=1.0,
-        exceeds_float16=True,
         needs=_WINDOW_KEY,
     ),
     "gemma3": GgufArchitecture(
@@ -134,11 +166,68 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**_USUAL, **_SANDWICH, **_HEAD_NORMS},
         _gemma3,
         norm_offset=1.0,
-        exceeds_float16=True,
         needs=_WINDOW_KEY,
     ),
     "phi3": GgufArchitecture(
         "Phi3ForCausalLM", {**_USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _phi3
+    ),
+    "arcee": GgufArchitecture("ArceeForCausalLM", _USUAL, has_turned_heads=True),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _USUAL, present={"use_bias": "attn_output.bias"}),
+    "glm4": GgufArchitecture(
+        "Glm4ForCausalLM",
+        {
+            **_USUAL,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        present={"attention_bias": "attn_q.bias"},
+        refused=("nextn_predict_layers", "rope.dimension_sections"),  # GLM-OCR, and GLM-4V, whose heads are turned
+    ),
+    "glm4moe": GgufArchitecture(
+        "Glm4MoeForCausalLM",
+        {
+            **_USUAL,
+            **_HEAD_NORMS,
+            **_EXPERTS,
+            **{f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")},
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+            "nextn.shared_head_head": "shared_head.head",
+            "nextn.shared_head_norm": "shared_head.norm",
+        },
+        _glm4_moe,
+        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2},  # a sigmoid
+    ),
+    "granite": GgufArchitecture(
+        "GraniteForCausalLM",
+        _USUAL,
+        _granite,
+        has_turned_heads=True,
+        understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+    ),
+    "hunyuan-dense": GgufArchitecture(
+        "HunYuanDenseV1ForCausalLM",
+        {**_USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "olmo2": GgufArchitecture(
+        "Olmo2ForCausalLM",
+        {**_USUAL, **_HEAD_NORMS, **_SANDWICH},
+        refused=("attention.sliding_window",),  # OLMo 3
+    ),
+    "seed_oss": GgufArchitecture(
+        "SeedOssForCausalLM",
+        {**_USUAL, "post_attention_norm": "post_attention_layernorm"},
+        present={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"},
+    ),
+    # Files do not say which layers have no positions: llama.cpp takes every fourth, as all published models do.
+    "smollm3": GgufArchitecture(
+        "SmolLM3ForCausalLM", _USUAL, lambda _: {"no_rope_layer_interval": 4}, has_turned_heads=True
     ),
 }
 _MIXTRAL = GgufArchitecture(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxvllm.gguf_file import GgufFile
+from jaxvllm.models.families import find_family
 from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -72,8 +73,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
-    changing = [key for key in _REFUSED if values.get(key, 0) not in (0, _NEUTRAL.get(key, 0))]
-    changing += [key for key, usual in _USUAL_VALUES.items() if values.get(key, usual) != usual]
+    refused = set(_REFUSED) - set(architecture.understood)
+    changing = sorted(key for key in refused if values.get(key, 0) not in (0, _NEUTRAL.get(key, 0)))
+    usual_values = {**_USUAL_VALUES, **architecture.usual_values}
+    changing += [key for key, usual in usual_values.items() if values.get(key, usual) != usual]
+    changing += [key for key in architecture.refused if values.get(key)]
     for key in changing:
         raise ValueError(
             f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
@@ -97,8 +101,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "rope_parameters": _rope(file, start, values, head_size),
         "dtype": _dtype(file, architecture),
@@ -109,7 +112,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     """Returns the dtype in which the model is computed unless the user says another one."""
     dtype = _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16")
-    return "bfloat16" if dtype == "float16" and architecture.exceeds_float16 else dtype
+    family = find_family({"architectures": [architecture.family]})
+    return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 
 
 def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
@@ -139,8 +143,7 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
     turned = values.get("rope.dimension_count", head_size)
     if type(turned) is not int or not 1 <= turned <= head_size:
         raise ValueError(f"{file.path} has {start}rope.dimension_count {turned!r}, and heads of {head_size}")
-    if turned != head_size:
-        parameters["partial_rotary_factor"] = turned / head_size
+    parameters["partial_rotary_factor"] = turned / head_size
     return {key: value for key, value in parameters.items() if value is not None}
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.extras import install_command
 # The types that are not quantized, by their numbers in ggml.
 _PLAIN: Mapping[int, np.dtype] = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_EXPERTS = 4096
+_MOST = 1 << 18  # numbers that are decoded at a time: what this takes stays in the cache of a core
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,21 @@ class BlockType:
         except (ValueError, KeyError) as error:
             raise ValueError(f"{where} has the type {kind} of ggml, which the package gguf does not know") from error
 
+        # This class decodes the blocks of one type. `gguf.quants.dequantize` gives it 16 rows at a time, and takes five
+        # times as long (Q4_K: 9.7 ms for a million numbers, and 1.7).
+        decoder = getattr(gguf.quants, own.name, None)
+        if decoder is None:
+            raise ValueError(f"{where} has the type {own.name}, in which no weights are published")
+        decoder.init_grid()
+
         def decode(data: np.ndarray) -> np.ndarray:
+            values = np.empty((len(data), data.shape[1] // size * count), np.float32)
+            rows = max(1, _MOST // values.shape[1])
             with np.errstate(all="ignore"):  # a scale in half precision may be infinite, if a file says so
-                values: np.ndarray = gguf.quants.dequantize(data, own)
+                for first in range(0, len(data), rows):
+                    values[first : first + rows] = decoder.dequantize_rows(data[first : first + rows])
             return values
 
-        try:
-            decode(np.zeros((1, size), np.uint8))
-        except NotImplementedError as error:
-            raise ValueError(f"{where} has the type {own.name}, in which no weights are published: {error}") from error
         return cls(count, size, decode)
 
 
@@ -189,8 +196,11 @@ def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
         return f"{OUTSIDE[body]}.{kind}"
     start, _, rest = body.partition(".")
     number, _, own = rest.partition(".")
-    if start == "blk" and number.isdecimal() and own in tensors:
-        return f"model.layers.{number}.{tensors[own]}.{kind}"
+    if start == "blk" and number.isdecimal():
+        if (whole := tensors.get(f"{own}.{kind}")) is not None:
+            return f"model.layers.{number}.{whole}"
+        if own in tensors:
+            return f"model.layers.{number}.{tensors[own]}.{kind}"
     return name
 
 

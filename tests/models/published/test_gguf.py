@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ KINDS = (Kind.Q4_0, Kind.Q8_0, Kind.F16, Kind.BF16, Kind.Q5_1)
 SIZES = {48: 64, 100: 96}
 # The rows of keys of heads of 12, which have 16 then.
 HEADS = {24: 32}
+# The rows of queries and keys of heads of 20, which have 16 then.
+KEYS = {80: 64, 40: 32, 20: 16}
 SCALING = "llama.rope.scaling"
 
 
@@ -59,6 +62,15 @@ def load(path: Path, size: int = 1) -> Any:
         ("gemma2", {}, {"query_pre_attn_scalar": 16}, 1),
         ("gemma3", {}, {"query_pre_attn_scalar": 16}, 1),
         ("phi3", {96: 128, 200: 192}, {}, 1),
+        ("arcee", KEYS, {"head_dim": 16}, 1),
+        ("ernie4_5", KEYS, {"head_dim": 16}, 1),
+        ("glm4", {**KEYS, 200: 192}, {"head_dim": 16, "partial_rotary_factor": 0.5}, 1),
+        ("glm4_moe", HEADS, {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5}, 2),
+        ("granite", HEADS, {}, 1),
+        ("hunyuan", KEYS, {"head_dim": 16, "rope_parameters": None}, 1),
+        ("olmo2", HEADS, {}, 1),
+        ("seed_oss", KEYS, {"head_dim": 16}, 1),
+        ("smollm3", HEADS, {"no_rope_layer_interval": 4}, 1),
     ],
 )
 def test_a_file_is_the_same_model_as_its_checkpoint(
@@ -69,6 +81,8 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
         shapes = {key: shape for key, shape in fixture.shapes.items() if ".1.mlp." not in key}
         shapes |= {key.replace(".0.mlp.", ".1.mlp."): shape for key, shape in shapes.items() if ".0.mlp." in key}
         fixture = replace(fixture, shapes=shapes)
+    if name == "glm4_moe":  # it has as many experts as the size of a head
+        fixture = resized(fixture, {12: 16}, "self_attn.")
     fixture = resized(fixture, SIZES | sizes, **{"hidden_size": 64, "intermediate_size": 96} | changes)
     config = sized(fixture)
 
@@ -243,6 +257,28 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
         load(path)
     with pytest.raises(ValueError, match="model.gguf is a GGUF file: convert takes a directory"):
         checkpoint.convert(path, tmp_path / "out", dtype="auto", mesh=make_mesh(MeshShape(1, 1), jax.devices()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("olmo2", lambda file: file.add_sliding_window(24), "olmo2.attention.sliding_window = 24"),
+        ("glm4", lambda file: file.add_nextn_predict_layers(1), "glm4.nextn_predict_layers = 1"),
+        (
+            "glm4_moe",
+            lambda file: file.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX),
+            "glm4moe.expert_gating_func = 1",
+        ),
+    ],
+)
+def test_what_only_some_architectures_do_not_compute(
+    name: str, change: Callable[[gguf.GGUFWriter], None], message: str, tmp_path: Path
+) -> None:
+    fixture, path = Fixture.load(name), tmp_path / "model.gguf"
+    config = sized(fixture) | {"first_k_dense_replace": 1}
+    write_gguf(path, config, fixture.weights(), more=change)
+    with pytest.raises(ValueError, match=f"model.gguf has {message}, which is not supported: it changes the model"):
+        checkpoint.read_config(path)
 
 
 @pytest.mark.parametrize(
