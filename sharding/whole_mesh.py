@@ -13,12 +13,15 @@ _ALL = (DATA, MODEL)
 
 @dataclass(frozen=True)
 class RaggedSizes:
-    """Says which rows one of N devices sends to each of them, itself included, and gets from it. All are i32[N]."""
+    """Says which rows one of N devices sends to each of them, itself included, and gets from it.
 
-    firsts: jax.Array  # the first of the rows for each device, which follow each other
+    There are S pieces for each device, and all arrays are i32[N * S], those of the first device first.
+    """
+
+    firsts: jax.Array  # the first row of each piece, which has rows that follow each other
     sent: jax.Array  # how many these are
-    places: jax.Array  # where they begin in that device's result
-    received: jax.Array  # how many rows come from each device
+    places: jax.Array  # where they begin in the other device's result
+    received: jax.Array  # how many rows each device's pieces for this one have
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class WholeMesh:
         return jax.lax.ragged_all_to_all(rows, result, *sizes, axis_name=_ALL)
 
     def _selected(self, rows: jax.Array, result: jax.Array, sizes: jax.Array) -> jax.Array:
-        of_all = jax.lax.all_gather(sizes, _ALL)  # [N, 4, N]
-        firsts, sent, places = of_all[:, :3, self.index].T
+        # Of each device the pieces for this one, [N * S] of all.
+        each = sizes.shape[1] // self.size
+        of_all = jax.lax.all_gather(sizes[:3].reshape(3, self.size, each), _ALL)[:, :, self.index]
+        firsts, sent, places = of_all.swapaxes(0, 1).reshape(3, -1)
         rows = jax.lax.all_gather(rows, _ALL)  # [N, R, E]
         row = jnp.arange(len(result))
-        is_of = (row >= places[:, None]) & (row < (places + sent)[:, None])  # [N, room]
-        sender = is_of.argmax(0)
-        return jnp.where(is_of.any(0)[:, None], rows[sender, row - places[sender] + firsts[sender]], result)
+        is_of = (row >= places[:, None]) & (row < (places + sent)[:, None])  # [N * S, room]
+        piece = is_of.argmax(0)
+        return jnp.where(is_of.any(0)[:, None], rows[piece // each, row - places[piece] + firsts[piece]], result)

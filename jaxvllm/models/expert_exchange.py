@@ -44,7 +44,8 @@ class ExpertExchange(Protocol):
     def sums(self, y: jax.Array, places: jax.Array, held: jax.Array, factors: jax.Array) -> jax.Array:
         """Returns the sums of what the experts return for each token of this replica, in the dtype of y.
 
-        y  # [R, E]: of this device's experts, where `places` i32[tokens * k] says
+        y  # [R, E]: of this device's experts, one after the other, each in the order of its tokens
+        places  # i32[tokens * k]: where in y each of them is, if it is there
         factors  # f32[tokens, k]: what multiplies them
         It is this device's part of the sums, or the whole. Rows are added up in float32.
         """
@@ -108,7 +109,8 @@ class AllToAllExchange:
         is_sent = (self._own(holders)[..., None] == devices).any(1).T  # [N, share]
         is_wanted = (holders == self.mesh.index).any(1).reshape(size, share)
         sent = is_sent.sum(1, dtype=jnp.int32)
-        rows = _first_true(is_sent, share * min(held.shape[1], size)) % share
+        room = share * min(held.shape[1], size)
+        rows = jnp.argsort(~is_sent.reshape(-1), stable=True)[:room] % share  # those for the first device come first
         sizes = RaggedSizes(
             firsts=jnp.cumsum(sent) - sent,
             sent=sent,
@@ -121,22 +123,28 @@ class AllToAllExchange:
         return arrived[place.reshape(-1)[tokens]]
 
     def sums(self, y: jax.Array, places: jax.Array, held: jax.Array, factors: jax.Array) -> jax.Array:
-        holders, size = self._holders(held), self.mesh.size
-        of_devices = holders.reshape(size, -1)  # of the tokens of each device
-        own = self._own(holders)
-        is_here = of_devices == self.mesh.index
-        sent = is_here.sum(1, dtype=jnp.int32)
+        mesh, each = self.mesh, self.num_held
+        numbers = jnp.arange(mesh.size * each)  # of all experts, or slots
+        of_devices = held.reshape(mesh.size, -1)  # of the tokens of each device
+        here = mesh.index * each + jnp.arange(each)
+        # The rows of an expert are in the order of their tokens, so that those for a device follow each other: y is
+        # sent as it is. A copy in another order would have the room for the case that all tokens come.
+        sent = (of_devices[:, None] == here[:, None]).sum(-1, dtype=jnp.int32)  # [devices, each]
+        before = (jnp.cumsum(sent.T.reshape(-1)) - sent.T.reshape(-1)).reshape(each, mesh.size).T
+        # A device gets the rows of the first expert first.
+        below = (of_devices[:, None] >= 0) & (of_devices[:, None] < here[:, None])
+        own = self._own(held)
         sizes = RaggedSizes(
-            firsts=jnp.cumsum(sent) - sent,
-            sent=sent,
-            # A device gets the rows of the first holder first. Nobody holds the experts of padding.
-            places=(of_devices < self.mesh.index).sum(1, dtype=jnp.int32),
-            received=(own.reshape(-1) == jnp.arange(size)[:, None]).sum(1, dtype=jnp.int32),
+            firsts=before.reshape(-1),
+            sent=sent.reshape(-1),
+            places=below.sum(-1, dtype=jnp.int32).reshape(-1),
+            received=(own.reshape(-1) == numbers[:, None]).sum(1, dtype=jnp.int32),
         )
-        back = self.mesh.exchange(y[places[_first_true(is_here, len(y))]], sizes, own.size)
-        terms = back[_ranks(own.reshape(-1))].reshape(*own.shape, -1).astype(jnp.float32)
-        terms = jnp.where((own < size)[..., None], terms * self._own(factors)[..., None], 0)
-        return self.mesh.axis.all_rows(terms.sum(1).astype(y.dtype), len(held) // self.mesh.replicas.size)
+        is_held = (own >= 0) & (own < len(numbers))
+        back = mesh.exchange(y, sizes, own.size)[_ranks(jnp.where(is_held, own, len(numbers)).reshape(-1))]
+        # Nothing is sent for the experts of padding, whose rows are the last ones, zeros.
+        terms = back.reshape(*own.shape, -1).astype(jnp.float32) * self._own(factors)[..., None]
+        return mesh.axis.all_rows(terms.sum(1).astype(y.dtype), len(held) // mesh.replicas.size)
 
     def _holders(self, held: jax.Array) -> jax.Array:
         """Returns the device that holds each expert, i32[tokens, k], or the number of devices where none does."""
@@ -158,11 +166,6 @@ def _gathered(choices: Choices, replicas: ReplicaAxis) -> Choices:
     words = replicas.gather(jnp.concatenate([choices.experts, counts, is_real], axis=1))
     counts = jax.lax.bitcast_convert_type(words[:, each : 2 * each], jnp.float32)
     return Choices(words[:, :each], counts, words[:, -1] != 0)
-
-
-def _first_true(flags: jax.Array, room: int) -> jax.Array:
-    """Returns the flat indices i32[room] of the flags that are true, and then of others. No more than `room` are."""
-    return jnp.argsort(~flags.reshape(-1), stable=True)[:room].astype(jnp.int32)
 
 
 def _ranks(keys: jax.Array) -> jax.Array:

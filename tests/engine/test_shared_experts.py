@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvllm import LLM, BeamSearchParams, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica

@@ -44,8 +44,8 @@ def test_a_process_that_looks_for_devices_is_refused(monkeypatch: pytest.MonkeyP
         compile_only_devices(chip_named("v5e"), 1)
 
 
-# For each chip: which devices there are, on how many hosts, the collectives of a matmul split over two of them, and
-# those of rows of which four devices send each other some.
+# For each chip: which devices there are, on how many hosts, the collectives of a matmul split over two of them, and of
+# rows that four of them send each other.
 # For a GPU also: the calls that XLA makes of a float8 matmul and of one whose blocks have scales; the versions that the
 # CUDA plugin was built with; and what comes of asking for another GPU.
 CHIPS_PROGRAM = """

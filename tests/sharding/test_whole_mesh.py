@@ -14,9 +14,10 @@ from sharding.placement import make_mesh
 from sharding.rules import DATA, MODEL
 from sharding.whole_mesh import RaggedSizes, WholeMesh
 
-SIZE, MOST, ROOM = 4, 3, 14  # devices, rows for each of them, and rows of a result: two stay empty
+SIZE, PIECES, MOST = 4, 2, 3  # devices, pieces for each of them, and rows of each piece
+ROOM = 2 + SIZE * PIECES * MOST  # of a result, of which two rows stay empty
 
-SENDS = st.lists(st.integers(0, MOST), min_size=SIZE**2, max_size=SIZE**2)
+SENDS = st.lists(st.integers(0, MOST), min_size=SIZE**2 * PIECES, max_size=SIZE**2 * PIECES)
 
 
 @jax.jit
@@ -33,19 +34,19 @@ def exchanged(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 @given(SENDS)
-@example([0] * SIZE**2)
-@example([MOST] * SIZE**2)
+@example([0] * SIZE**2 * PIECES)
+@example([MOST] * SIZE**2 * PIECES)
 @settings(max_examples=20, deadline=None)
 def test_rows_come_where_their_sender_says(sends: list[int]) -> None:
-    sent: NDArray[np.int32] = np.array(sends, np.int32).reshape(SIZE, SIZE)  # [from, to]
-    firsts = np.cumsum(sent, axis=1) - sent
-    places = 2 + np.cumsum(sent, axis=0) - sent  # [from, to]: the first two rows of a result stay empty
-    rows = np.arange(1, 1 + SIZE * SIZE * MOST, dtype=np.int32).reshape(SIZE, -1, 1)
-    sizes = np.stack([firsts, sent, places, sent.T], axis=1).astype(np.int32)
+    sent: NDArray[np.int32] = np.array(sends, np.int32).reshape(SIZE, SIZE, PIECES)  # [from, to, piece]
+    by_sender, by_receiver = sent.reshape(SIZE, -1), sent.swapaxes(0, 1).reshape(SIZE, -1)
+    firsts = (np.cumsum(by_sender, axis=1) - by_sender).reshape(sent.shape)
+    places = 2 + (np.cumsum(by_receiver, axis=1) - by_receiver).reshape(sent.shape).swapaxes(0, 1)
+    rows = np.arange(1, 1 + SIZE * SIZE * PIECES * MOST, dtype=np.int32).reshape(SIZE, -1, 1)
     expected = np.zeros((SIZE, ROOM + 1, 1), np.int32)
     expected[:, -1, 0] = range(SIZE)
-    for sender in range(SIZE):
-        for to in range(SIZE):
-            for number in range(sent[sender, to]):
-                expected[to, places[sender, to] + number] = rows[sender, firsts[sender, to] + number]
-    np.testing.assert_array_equal(exchanged(rows, sizes), expected)
+    for sender, to, piece in np.ndindex(sent.shape):
+        of_piece = np.arange(sent[sender, to, piece])
+        expected[to, places[sender, to, piece] + of_piece] = rows[sender, firsts[sender, to, piece] + of_piece]
+    sizes = np.stack([firsts, sent, places, sent.swapaxes(0, 1)], axis=1).reshape(SIZE, 4, -1)
+    np.testing.assert_array_equal(exchanged(rows, sizes.astype(np.int32)), expected)
