@@ -258,8 +258,9 @@ OPTIONS: Mapping[str, Option] = {
     "config_format": Refused("config.json is read", neutral=("auto", "hf")),
     **_each(
         Refused("quantized checkpoints are recognized by their config.json", neutral=("none", "null")),
-        "quantization_config kv_cache_dtype_skip_layers",
+        "quantization_config",
     ),
+    "kv_cache_dtype_skip_layers": Refused("all layers keep keys and values in one way", neutral=("none", "null")),
     **_each(
         Refused("quantized checkpoints are recognized by their config.json", "nothing"),
         "allow_deprecated_quantization",

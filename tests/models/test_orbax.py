@@ -10,12 +10,15 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
 
 from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.checkpoint import convert
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Layout, Params
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -66,6 +69,20 @@ def test_any_mesh_reads_what_any_mesh_wrote(
     convert(model, tmp_path / "out", dtype="auto", mesh=mesh(written_on))
     for size in read_on:
         check_same(load(tmp_path / "out", size), load(model, size))
+
+
+def test_a_converted_model_has_no_scales_of_keys_and_values(tmp_path: Path) -> None:
+    model = write("qwen3", tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = np.asarray(0.5, np.float32)
+    save_file(tensors, model / "model.safetensors")
+    convert(model, tmp_path / "out", dtype="auto", mesh=mesh(1))
+    spec = with_kv_scales(model_spec(checkpoint.read_config(model)))
+    params = checkpoint.load(tmp_path / "out", spec, dtype=jnp.float32, layout="stacked", mesh=mesh(2))
+    scales = params["layers"]["kv_scales"]
+    assert (np.asarray(scales) == 1).all() and {shard.data.shape[1] for shard in scales.addressable_shards} == {
+        scales.shape[1] // 2
+    }
 
 
 def test_norms_over_all_heads_and_replicas(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from jaxvllm.planner.share import Share
 from jaxvllm.runtime.cache_shape import CacheShape, LayerGroup
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
+from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import in_windows
@@ -115,6 +116,20 @@ def test_memories_are_grouped_by_what_they_keep() -> None:
     ]
     share = Share(Spread(keys, 2), jnp.dtype("float32"))
     assert share.page_bytes(16, REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)
+
+
+@pytest.mark.parametrize(("by_token", "width"), [(False, 48), (True, 48 + 8)])
+def test_keys_and_values_of_eight_bits_are_counted_with_their_scales(by_token: bool, width: int) -> None:
+    """States stay in float32, and take a larger share of the memory beside smaller pages."""
+    spec, quantization = model_spec(Fixture.load("qwen3_5").config), KVQuantization("float8_e4m3fn", by_token)
+    shape = CacheShape(41, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16, quantization=quantization)
+    pages = shape.pages(spec, REFERENCE, make_mesh(MeshShape(1, 2), jax.devices()))
+    assert [(of.shape[2:], of.dtype) for of in pages][0] == ((2, 16, width), jnp.uint8)
+    assert pages[1].dtype == jnp.float32
+    [keys, _] = (group.memory for group in shape.groups(spec))
+    assert keys.page_bytes(16, jnp.float32, quantization) == 2 * 16 * width
+    share = Share(Spread(spec, 2), jnp.dtype("float32"))
+    assert share.page_bytes(16, REFERENCE, quantization) == 2 * 16 * width  # of one head, in two layers
 
 
 def test_a_state_is_a_page_of_a_group_that_slides() -> None:
