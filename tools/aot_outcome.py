@@ -9,8 +9,8 @@ from tools.kernel_resources import KernelResources
 
 # ok: the program compiled and meets its limits of memory. refused: a NotImplementedError, which names an alternative.
 Status = Literal["ok", "refused", "failed"]
-# attention, experts, states: only the kernels, over layers. step: the engine's step around them.
-Kind = Literal["attention", "experts", "states", "step"]
+# attention, experts, quantized, states: only the kernels, over layers. step: the engine's step around them.
+Kind = Literal["attention", "experts", "quantized", "states", "step"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

@@ -16,13 +16,15 @@ from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.heads.eagle import Eagle3Head
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.mamba2 import SelectiveScan
-from jaxvllm.models.ops import InStack, project_grouped, project_grouped_gated
+from jaxvllm.models.ops import InStack, project, project_grouped, project_grouped_gated
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.spec import ModelSpec
@@ -41,6 +43,8 @@ from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
 from pallas_kernels.linear_attention.cases import CONV_SIZE, DeltaCase
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
+from pallas_kernels.quantized_matmul.cases import SERVING as QUANTIZED_SERVING
+from pallas_kernels.quantized_matmul.cases import QuantizedCase
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     RaggedRows,
@@ -223,6 +227,8 @@ LATENT = StepModel(
     mixed_tokens=256,
 )
 LATENT_FORMS = ("decode", "mixed")
+# The layers of Llama 3 70B in int4, whose smallest matrix takes 128 MiB in 16 bits, and 32 as it is.
+QUANTIZED_FORMS = ("decode", "mixed")
 # The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
@@ -253,6 +259,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     if kind == "experts":
         return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
+    if kind == "quantized":
+        found = (_quantized_program(case, backend) for case in QUANTIZED_SERVING)
+        return tuple(program for program in found if program is not None)
     if kind == "states":
         if backend == REFERENCE:
             return ()
@@ -265,6 +274,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
+    if backend.kind == "gpu":
+        wide += tuple(_step_program(WIDE, form, backend, MeshShape(1, 1), "int4") for form in QUANTIZED_FORMS)
     if backend != REFERENCE:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
@@ -383,6 +394,35 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
     return Program(name, MeshShape(1, 1), 0, num_groups * outer * inner * DTYPE.itemsize, compile_for)
 
 
+def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
+    """Compiles a scan over the matrices of layers, or returns None where no kernel multiplies by their codes."""
+    form = FewBitsForms(backend).of(StoredAs(case.code, case.group, case.scale_dtype, case.has_zeros), case.group)
+    if form is None or not form.reads_stacks:
+        return None
+
+    def compile_for(mesh: Mesh) -> jax.stages.Compiled:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+
+        def on_device(decl: ParamDecl) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((LAYERS, *decl.shape), decl.dtype_in(DTYPE), sharding=everywhere)
+
+        def run(x: jax.Array, stack: Matrix) -> jax.Array:
+            def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.resize(project(x, InStack(stack, number)), x.shape), None
+
+            return jax.lax.scan(layer, x, jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+        matrix = ParamDecl((case.size_out, case.size_in), (None, None), "ones")
+        stack = form.wrapped({name: on_device(decl) for name, decl in form.declare(matrix).items()})
+        x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), DTYPE, sharding=everywhere)
+        return jax.jit(run).lower(x, stack).compile()
+
+    # Nothing else than rows of activations: those that come, in the order of the codes, and those that go.
+    activations = case.num_rows * 2 * (case.size_in + case.size_out) * DTYPE.itemsize
+    name = f"quantized/{case.name}/{backend.kind}"
+    return Program(name, MeshShape(1, 1), 0, case.num_bytes + activations, compile_for)
+
+
 def _delta_program(case: DeltaCase, backend: Backend) -> Program:
     r, size = case.values_per_key, case.size
     delta = GatedDelta(r, size, size) if case.decays == 1 else ChannelDelta(size)
@@ -454,7 +494,9 @@ def _states_program(
     return Program(f"states/{case.name}/{backend.kind}", MeshShape(1, 1), size, size // LAYERS, compile_for)
 
 
-def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape) -> Program:
+def _step_program(
+    model: StepModel, form: str, backend: Backend, mesh: MeshShape, quantization: str | None = None
+) -> Program:
     page_size, spec = 16, model.spec
     max_pages = spec.max_position // page_size
     shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
@@ -467,15 +509,18 @@ def _step_program(model: StepModel, form: str, backend: Backend, mesh: MeshShape
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        forms = Forms.chosen(None, backend, may_turn=False)
+        forms = Forms.chosen(quantization, backend, may_turn=False, shards=mesh.size)
         params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
         pages = shape.pages(spec, backend, mesh)
         proposer = NgramProposer(SPECULATION.prompt_lookup_min, SPECULATION.prompt_lookup_max)
         return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh, proposer=proposer))
 
-    name = f"step/{form}{model.suffix}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
+    of_codes = "" if quantization is None else f"-{quantization}"
+    name = f"step/{form}{model.suffix}{of_codes}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
     pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))
     copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes * mesh.stages // spec.num_layers)
+    if quantization is not None:  # the smallest matrix has a quarter of these bytes, beside activations of 50 MiB
+        copy_bytes //= 2
     return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 
 

@@ -297,7 +297,7 @@ class GroupedProduct:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 staging[...] = part.astype(self.dtype)
                 plgpu.commit_smem()
-                _store(staging, out.at[:, pl.ds(unit.column + index * LANES, LANES)], tile, low, high)
+                store_rows(staging, out.at[:, pl.ds(unit.column + index * LANES, LANES)], tile, low, high)
 
         @pl.when(low >= high)
         def _() -> None:
@@ -364,15 +364,15 @@ def _gated(gate: jax.Array, up: jax.Array, kind: Gate) -> jax.Array:
     return gate / (1.0 + jnp.exp(-bent)) * up
 
 
-def _store(staging: Ref, out: Ref, tile: jax.Array, low: jax.Array, high: jax.Array) -> None:
+def store_rows(staging: Ref, out: Ref, tile: jax.Array, low: jax.Array, high: jax.Array) -> None:
     """Copies rows low .. high - 1 of staging into out f[N, 64], whose row `tile` is the first of staging.
 
     The rows around them belong to other groups. A copy has a size that is known when compiling, so there is one for
     each bit of the number of rows.
     """
     count, at = high - low, low
-    for size in (64, 32, 16, 8, 4, 2, 1):
-        if size <= out.shape[0]:
+    for size in (128, 64, 32, 16, 8, 4, 2, 1):
+        if size <= min(staging.shape[0], out.shape[0]):
 
             @pl.when(count & size != 0)
             def _(at: jax.Array = at, size: int = size) -> None:

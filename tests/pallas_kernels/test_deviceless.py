@@ -203,6 +203,8 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/split/reference"]),
         ("h200", "experts", ["experts/qwen3-30b-decode-64/gpu"]),
+        ("h200", "quantized", ["quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu"]),
+        ("b200", "quantized", ["quantized/qwen3-8b-down-awq-decode-16/gpu"]),
         ("h200", "states", ["states/nemotron-nano-decode-64/gpu", "states/kimi-linear-prompt-512/gpu"]),
         ("v5e", "states", ["states/qwen3-next-mixed-512/tpu"]),
         ("v6e", "states", ["states/qwen3-next-decode-64/tpu"]),
@@ -210,7 +212,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("v5e", "step", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", "step", ["step/mixed-experts/tpu"]),
         ("v7x", "step", ["step/split/tpu"]),
-        ("h200", "step", ["step/burst/gpu"]),
+        ("h200", "step", ["step/burst/gpu", "step/decode-int4/gpu"]),
     ],
 )
 def test_compiles_in_place(chip: str, kind: Kind, programs: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
+from jaxvllm.models.forms.gpu_groups import GpuGroups
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
@@ -35,8 +36,7 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
 class FewBitsForms:
     """Chooses the forms of matrices in few bits.
 
-    backend: the kernels that multiply. XLA multiplies by rows with one scale without a copy on TPUs and GPUs, where it
-    would write a matrix whose groups have scales in 16 bits
+    backend: the kernels that multiply. Without them, XLA would write a matrix whose groups have scales in 16 bits
     by_tile: whether XLA may decode some rows of a matrix at a time, which it does on CPUs
     shards: the devices that a matrix is divided among
     """
@@ -47,6 +47,17 @@ class FewBitsForms:
 
     def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none."""
+        chip = self.backend.chip
+        if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes(stored.code, group)):
+            return GpuGroups(
+                stored.code,
+                group,
+                stored.scale_dtype,
+                stored.has_zeros,
+                self.shards,
+                chip=chip,
+                interpret=self.backend.interpret,
+            )
         if stored.is_by_row and stored.code == INT8:
             return int8_form(self.backend.chip if isinstance(self.backend.chip, CpuChip) else None)
         groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)

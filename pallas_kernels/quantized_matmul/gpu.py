@@ -1,0 +1,407 @@
+"""The product with matrices of few bits for NVIDIA GPUs (Mosaic GPU): codes are streamed from HBM and become numbers in
+registers.
+
+A unit of work is some rows of x, 64 or 128 rows of a matrix, and a part of the inputs. CTAs take units in turn. A warp
+fetches rows and codes by TMA, stage by stage, and goes on with the next unit while warpgroups compute this one, each
+with 64 rows of the matrix. A matrix unit takes these from registers, and the rows of x from shared memory. It adds up
+the inputs of a group alone, so that the sums are multiplied by scales, in float32, and no element is rounded.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import batched
+from math import gcd
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import KERNEL_DTYPES
+from pallas_kernels.chips import GpuChip
+from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, SWIZZLES, plan_visits, store_rows
+from pallas_kernels.mosaic_gpu import (
+    RESERVED,
+    TILE,
+    MatrixUnit,
+    Ref,
+    barriers,
+    fetch_in,
+    interpretation,
+    matrix_unit_of,
+    swizzled,
+)
+from pallas_kernels.quantized_matmul.code import Code
+from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers
+
+# The rows of x of a unit. A matrix unit takes a multiple of eight, and 128 x 64 sums, twice, are half of a thread's
+# registers: those of a group beside those of all groups before it. Where a stage has several groups, sums of the next
+# group are under way as well, and ptxas spills 36 bytes with 96 rows.
+TOKENS, MOST_WITH_GROUPS = (8, 16, 32, 64, 128), 64
+HALVES = 2  # warpgroups that compute, at most
+# A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
+THREADS = HALVES + 1
+# The bytes of a row of codes in a stage: a line of the L2. With many rows of x, whose stages are larger, half of one.
+LINE, HALF_LINE, MOST_OF_LINES = 128, 64, 32
+MOST_STAGES = 8
+# The fewest inputs that are worth a unit of their own, whose sums in float32 XLA adds to those of the others.
+LEAST_INPUTS = 1024
+# The sums of a thread in the parts of a stage that are multiplied before any is scaled.
+MOST_SUMS = 64
+
+
+@dataclass(frozen=True)
+class QuantizedTiles:
+    """A unit of work is `tokens` rows of x, 64 rows of the matrix for each of `halves` warpgroups, and one of `splits`
+    parts of the inputs, of which a stage has `line` bytes of codes."""
+
+    tokens: int
+    halves: int
+    line: int
+    stages: int
+    splits: int
+
+
+def takes_group(code: Code, group: int) -> bool:
+    """Tells whether so many inputs with one scale can be added up alone.
+
+    They consist of parts of 32 inputs, or 16 with codes of eight bits: four threads have a row, each of them a word.
+    """
+    return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
+
+
+def choose_tiles(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    matrix: tuple[int, int],
+    code: Code,
+    group: int,
+    num_groups: int,
+    chip: GpuChip,
+) -> QuantizedTiles | None:
+    """Returns the tiles of `quantized_matmul` for matrices [out, in], or None where it does not take dtype or sizes.
+
+    group: how many inputs have one scale
+    num_groups: the groups of rows of x, each of which has a matrix
+
+    A matrix must have at least 64 rows of at least 64 bytes of codes, a multiple of 32.
+    """
+    out, size = matrix
+    num_bytes = size // code.per_byte
+    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not takes_group(code, group):
+        return None
+    if out < TILE or num_bytes < HALF_LINE or num_bytes % SWIZZLES[-2] or size % code.per_byte:
+        return None
+    # The tile of a group of rows begins up to seven rows before them.
+    rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
+    most = TOKENS[-1] if group % (HALF_LINE * code.per_byte) == 0 else MOST_WITH_GROUPS
+    tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
+    line = LINE if tokens <= MOST_OF_LINES and num_bytes % LINE == 0 else HALF_LINE
+    halves = min(HALVES, out // TILE)
+    stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
+    staging = halves * TILE * tokens * 4
+    stages = min((chip.shared_memory_per_block - RESERVED - staging) // stage, MOST_STAGES)
+    # Few units would leave multiprocessors idle, so that several share a row.
+    steps = pl.cdiv(num_bytes, line)
+    visits = min(len(x), num_groups) * pl.cdiv(rows, tokens)
+    fewest = chip.num_sms // (visits * pl.cdiv(out, halves * TILE))
+    each = pl.cdiv(steps, max(1, min(fewest, size // LEAST_INPUTS)))
+    return QuantizedTiles(tokens, halves, line, stages, pl.cdiv(steps, each)) if stages >= 2 else None
+
+
+def quantized_matmul(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    starts: jax.Array,
+    first: jax.Array | int = 0,
+    *,
+    code: Code,
+    scale_dtype: str,
+    dtype: jnp.dtype,
+    tiles: QuantizedTiles,
+    chip: GpuChip,
+    interpret: bool = False,
+) -> jax.Array:
+    """Multiplies each row of x [N, in] by matrix `first` + g, where g is its group: [N, out] in `dtype`.
+
+    codes  # [matrices, out, in], or [matrices, out, in / 2] where a byte has two, in any dtype of eight bits
+    scales  # [matrices, out, groups] in `scale_dtype`, or its bits: each is that of in / groups inputs that follow each
+    other
+    zeros  # like scales, integers of eight bits; None: the number that stands for 0 where a matrix says none
+    starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary
+
+    An element of a matrix is (code - zero) * scale, and none is rounded. Sums are in float32. A code that is no finite
+    number counts as the number beyond the largest one. `tiles` are those of `choose_tiles`. Starts that do not rise,
+    and matrices that are not there, are not detected.
+    """
+    num_rows, size = x.shape
+    num_matrices, num_columns, _ = codes.shape
+    build = QuantizedProduct(
+        tiles,
+        code,
+        scale_dtype,
+        zeros is not None,
+        x.dtype,
+        size,
+        size // scales.shape[-1],
+        num_columns,
+        matrix_unit_of(chip),
+        interpret,
+    )
+    # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.
+    x = jnp.pad(build.reordered(x), ((0, max(-num_rows % ALIGNMENT, tiles.tokens - num_rows)), (0, 0)))
+    visits, num_visits = plan_visits(starts, num_rows, tiles.tokens, first)
+    blocks = pl.cdiv(num_columns, build.columns)
+    ctas = min(chip.num_sms, len(visits) * blocks * tiles.splits)
+
+    def kernel(
+        x: Ref, codes: Ref, scales: Ref, zeros: Ref, visits: Ref, num_visits: Ref, out: Ref, **memory: Ref
+    ) -> None:
+        cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
+
+        def walk(work: Callable[[_QuantizedUnit, jax.Array], None]) -> jax.Array:
+            """Does the CTA's units. Each is told how many stages came before. Returns how many there were in all."""
+            together = num_visits[0]
+            count = lax.div(together * (blocks * tiles.splits) - cta + (ctas - 1), jnp.int32(ctas))
+
+            @pl.loop(0, count)
+            def _(index: jax.Array) -> None:
+                # Neighbouring CTAs have the same part of the matrix, which so comes from the L2.
+                number = cta + index * ctas
+                part, visit = lax.div(number, together), lax.rem(number, together)
+                split, block = lax.rem(part, jnp.int32(tiles.splits)), lax.div(part, jnp.int32(tiles.splits))
+                matrix, eighth, low, high = (visits[visit, i] for i in range(4))
+                # Only from this product the compiler knows that tiles begin where a copy may begin.
+                unit = _QuantizedUnit(matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
+                work(unit, index * build.steps)
+
+            return count * build.steps
+
+        @pl.when(thread < tiles.halves)
+        def _compute() -> None:
+            plgpu.set_max_registers(232, action="increase")
+            walk(lambda unit, done: build.compute(thread, unit, done, scales, zeros, out, memory))
+            plgpu.wait_smem_to_gmem(0)
+
+        def fetch(_: jax.Array) -> None:
+            build.drain(walk(lambda unit, done: build.fetch(unit, done, x, codes, memory)), memory)
+
+        fetch_in(thread == HALVES, fetch)
+
+    out_dtype = dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
+    out: jax.Array = plgpu.kernel(
+        kernel,
+        # Panels of 64 columns are stored whole, also those in which the matrix ends.
+        out_type=jax.ShapeDtypeStruct((tiles.splits, num_rows, blocks * build.columns), out_dtype),
+        scratch_types=build.memory(out_dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=THREADS,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(),
+        interpret=interpretation(interpret),
+        kernel_name="quantized_matmul",
+    )(x, lax.bitcast_convert_type(codes, jnp.uint8), scales, scales if zeros is None else zeros, visits, num_visits)
+    return out.sum(0).astype(dtype)[:, :num_columns]
+
+
+class _QuantizedUnit(NamedTuple):
+    """Rows low .. high - 1 of the tile that begins at row `tile`, times the matrix's rows from `column` on, in part."""
+
+    matrix: jax.Array
+    tile: jax.Array
+    low: jax.Array
+    high: jax.Array
+    column: jax.Array
+    split: jax.Array
+
+
+@dataclass(frozen=True)
+class QuantizedProduct:
+    """The work of a CTA's warps on one unit, with everything that is known when compiling."""
+
+    tiles: QuantizedTiles
+    code: Code
+    scale_dtype: str
+    has_zeros: bool
+    dtype: jnp.dtype  # of x
+    size: int  # of the rows of x and of the matrices
+    group: int  # inputs that share a scale
+    num_columns: int  # of the result
+    matrix_unit: MatrixUnit
+    interpret: bool
+
+    @property
+    def columns(self) -> int:
+        """The number of rows of a matrix that a unit multiplies by."""
+        return self.tiles.halves * TILE
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs of a stage."""
+        return self.tiles.line * self.code.per_byte
+
+    @property
+    def unit(self) -> int:
+        """The number of inputs that are added up before they are scaled, all of one group."""
+        return gcd(self.group, self.inputs)
+
+    @property
+    def registers(self) -> Registers:
+        """The operands that a warpgroup makes of codes in its registers."""
+        return Registers(self.code, self.dtype, self.matrix_unit, self.interpret)
+
+    @property
+    def steps(self) -> int:
+        """The number of stages of a unit of work. The copy engine fills what comes after the last input with zeros."""
+        return pl.cdiv(pl.cdiv(self.size, self.inputs), self.tiles.splits)
+
+    def memory(self, out_dtype: jnp.dtype) -> dict[str, Any]:
+        """Returns the kernel's shared memory."""
+        stages, row_bytes = self.tiles.stages, self.size // self.code.per_byte
+        lanes = next(lanes for lanes in SWIZZLES if self.size % lanes == 0 and self.unit % lanes == 0)
+        of_codes = next(lanes for lanes in (self.tiles.line, *SWIZZLES) if row_bytes % lanes == 0)
+        return {
+            "rows": swizzled((stages, self.tiles.tokens, self.inputs), self.dtype, lanes),
+            "matrices": swizzled((stages, self.columns, self.tiles.line), jnp.dtype(jnp.uint8), of_codes),
+            "staging": plgpu.SMEM((self.tiles.halves, self.tiles.tokens, TILE), out_dtype),
+            "here": barriers(2, stages),
+            "free": barriers(self.tiles.halves, stages),
+        }
+
+    def reordered(self, x: jax.Array) -> jax.Array:
+        """Returns x [N, in] with its columns in the order in which registers give those of the matrix to a matrix unit.
+
+        Four threads have a row of the matrix, each a word of consecutive codes. The matrix unit wants two numbers of
+        each thread, then the next two. `Registers.decoded` gives those that are half a word apart.
+        """
+        pairs = WORD_BYTES * self.code.per_byte // 2
+        order = x.reshape(len(x), -1, 4, 2, pairs).transpose(0, 1, 4, 2, 3)
+        return order.reshape(x.shape)
+
+    def fetch(self, unit: _QuantizedUnit, done: jax.Array, x: Ref, codes: Ref, memory: dict[str, Ref]) -> None:
+        """Copies the rows and the codes of a unit into the stages, each as soon as it is free."""
+
+        @pl.loop(0, self.steps)
+        def _(step: jax.Array) -> None:
+            slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
+            here, number = memory["here"].at[slot], unit.split * self.steps + step
+
+            @pl.when(done + step >= self.tiles.stages)
+            def _() -> None:
+                plgpu.barrier_wait(memory["free"].at[slot])
+
+            source = codes.at[
+                unit.matrix, pl.ds(unit.column, self.columns), pl.ds(number * self.tiles.line, self.tiles.line)
+            ]
+            plgpu.copy_gmem_to_smem(source, memory["matrices"].at[slot], here)
+            source = x.at[pl.ds(unit.tile, self.tiles.tokens), pl.ds(number * self.inputs, self.inputs)]
+            plgpu.copy_gmem_to_smem(source, memory["rows"].at[slot], here)
+
+    def drain(self, done: jax.Array, memory: dict[str, Ref]) -> None:
+        """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
+        for stage in range(self.tiles.stages):
+
+            @pl.when(stage < done)
+            def _(stage: int = stage) -> None:
+                plgpu.barrier_wait(memory["free"].at[stage])
+
+    def compute(
+        self,
+        half: jax.Array,
+        unit: _QuantizedUnit,
+        done: jax.Array,
+        scales: Ref,
+        zeros: Ref,
+        out: Ref,
+        memory: dict[str, Ref],
+    ) -> None:
+        """Multiplies the rows of a unit by a warpgroup's 64 rows of the matrix, and stores the results into out."""
+        column, first = unit.column + half * TILE, unit.split * self.steps
+
+        def of_groups(ref: Ref, step: jax.Array) -> tuple[jax.Array, ...]:
+            """Loads what the groups of a stage have, [64] for each part of the stage that is added up alone."""
+            begins = range(0, self.inputs, self.unit)
+            if self.group == self.unit:
+                return self.registers.row_values(ref, unit.matrix, column, step * len(begins), len(begins))
+            groups = [lax.div(step * self.inputs + begin, jnp.int32(self.group)) for begin in begins]
+            return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
+
+        def factors(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+            return of_groups(scales, step), of_groups(zeros, step) if self.has_zeros else ()
+
+        def multiply(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            (scale, zero), total = carry
+            later = factors(first + jnp.minimum(step + 1, self.steps - 1))  # under way while this stage is computed
+            slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
+            plgpu.barrier_wait(memory["here"].at[slot])
+            words = self.registers.words(memory["matrices"].at[slot, pl.ds(half * TILE, TILE)])
+            rows = memory["rows"].at[slot]
+            total = self._plus(total, words, rows, scale, zero)
+            plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
+            plgpu.barrier_arrive(memory["free"].at[slot])
+            return later, total
+
+        total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
+        _, total = lax.fori_loop(0, self.steps, multiply, (factors(first), total))
+        staging = memory["staging"].at[half]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging.transpose((1, 0))[...] = plgpu.layout_cast(total.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        low, high = unit.low - unit.tile, unit.high - unit.tile
+        store_rows(staging, out.at[unit.split, :, pl.ds(column, TILE)], unit.tile, low, high)
+
+    def _plus(
+        self,
+        total: jax.Array,
+        words: jax.Array,
+        rows: Ref,
+        scales: tuple[jax.Array, ...],
+        zeros: tuple[jax.Array, ...],
+    ) -> jax.Array:
+        """Adds the products of a stage to total f32[64, tokens]."""
+        width = self.unit // (self.code.per_byte * WORD_BYTES)
+        for parts in batched(range(len(scales)), max(1, 2 * MOST_SUMS // self.tiles.tokens)):
+
+            def matrix(part: int) -> jax.Array:
+                of_part = words[:, part * width : (part + 1) * width]
+                return self.registers.decoded(of_part, zeros[part] if zeros else None)
+
+            operands = [
+                (matrix(part), rows.at[:, pl.ds(part * self.unit, self.unit)].transpose((1, 0))) for part in parts
+            ]
+            for part, sums in zip(parts, self._products(operands), strict=True):
+                scale = _as_float(scales[part], self.scale_dtype)
+                total = total + sums * lax.broadcast_in_dim(scale, total.shape, (0,))
+        return total
+
+    def _products(self, operands: Sequence[tuple[jax.Array, Ref]]) -> list[jax.Array]:
+        """Multiplies matrices [64, K] in registers by rows [K, tokens] in shared memory: f32[64, tokens] for each."""
+        if self.interpret:  # the interpreter's matrix unit takes no registers
+            return [jnp.dot(matrix, rows[...], preferred_element_type=jnp.float32) for matrix, rows in operands]
+        shape = TILE, self.tiles.tokens
+        if self.matrix_unit == "mma":
+            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            layout = plgpu.Layout.MMA_RHS(self.dtype)
+            return [plgpu.mma(zeros, matrix, plgpu.load(rows, layout=layout)) for matrix, rows in operands]
+
+        def multiply(*sums: Ref) -> list[jax.Array]:
+            for one, (matrix, rows) in zip(sums, operands, strict=True):
+                plgpu.wgmma(one, matrix, rows)
+            plgpu.wgmma_wait(0)
+            return [one[...] for one in sums]
+
+        accumulators = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * len(operands)
+        products: list[jax.Array] = pl.run_scoped(multiply, *accumulators)
+        return products
+
+
+def _as_float(scale: jax.Array, dtype: str) -> jax.Array:
+    """Returns scales, or the bits of scales, in float32."""
+    if dtype != "float8_e8m0fnu":
+        return scale.astype(jnp.float32)
+    exponent = scale.astype(jnp.uint32)  # of a float, whose last power, 2^-127, is a number below the normal ones
+    return lax.bitcast_convert_type(jnp.where(exponent > 0, exponent << 23, jnp.uint32(1 << 22)), jnp.float32)

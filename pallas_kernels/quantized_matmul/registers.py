@@ -1,0 +1,227 @@
+"""`Registers`: makes operands of a matrix unit from codes that a warpgroup of an NVIDIA GPU holds in its registers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref
+from pallas_kernels.quantized_matmul.code import Code
+
+WORD_BYTES = 4
+_WARPGROUP_THREADS = 128
+# Rows of 64, four threads each: a warp has 16 rows, and a thread two of them, eight rows apart.
+_BYTES = plgpu.Layout.WGMMA_8BIT
+_WORDS = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
+_Held = plgpu.ShapeDtypeStruct
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+# The mantissa bits of the dtypes of activations, and what is added to their exponents.
+_MANTISSA, _BIAS = {"bfloat16": 7, "float16": 10}, {"bfloat16": 127, "float16": 15}
+# The mantissa bits of the codes that are floats, and what is added to their exponents.
+_FLOATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "float4_e2m1fn": (1, 1)}
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Numbers of `code` and of `dtype`, f[64, K], as operands of a matrix unit."""
+
+    code: Code
+    dtype: jnp.dtype
+    matrix_unit: MatrixUnit
+    interpret: bool
+
+    @property
+    def pairs(self) -> int:
+        """The pairs of numbers that a word has."""
+        return WORD_BYTES * self.code.per_byte // 2
+
+    @property
+    def operand(self) -> Any:
+        """The layout of the first operand of the matrix unit. Both units want the same registers."""
+        return plgpu.Layout.WGMMA if self.matrix_unit == "wgmma" else plgpu.Layout.MMA_LHS(self.dtype)
+
+    def words(self, codes: Ref) -> jax.Array:
+        """Loads codes u8[64, B] from shared memory as words u32[64, B / 4], whose first byte is the lowest."""
+        rows, num_bytes = codes.shape
+        shape = rows, num_bytes // WORD_BYTES
+        if self.interpret:
+            of_words = codes[...].reshape(*shape, WORD_BYTES).astype(jnp.uint32)
+            return sum((of_words[..., i] << np.uint32(8 * i) for i in range(1, WORD_BYTES)), of_words[..., 0])
+
+        def renamed(_: Any, array: Any) -> Any:
+            word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+            layout = _WORDS.to_mgpu()
+            registers = [mgpu.utils.bitcast(register, word) for register in array.registers.flat]
+            return _array(registers, layout, shape, is_signed=False)
+
+        return _inlined(renamed, (_BYTES,), _Held(shape, jnp.uint32, layout=_WORDS))(plgpu.load(codes, layout=_BYTES))
+
+    def decoded(self, words: jax.Array, zeros: jax.Array | None) -> jax.Array:
+        """Returns the numbers of words u32[64, W] minus zeros [64], or minus the code's own zero: f[64, W numbers].
+
+        Nothing is rounded. The columns are those of `QuantizedProduct.reordered`.
+        """
+        if self.code.name in _FLOATS:
+            return self._floats(words)
+        mantissa, bias = _MANTISSA[self.dtype.name], _BIAS[self.dtype.name]
+        # The bits of a small integer are the last ones of the mantissa of this float plus the integer.
+        base = 2**mantissa
+        magic = _twice(mantissa + bias << mantissa)
+        if self.code.name == "uint4":
+            values = self._paired([words >> _u32(4 * pair) & _twice(15) | magic for pair in range(self.pairs)])
+        elif mantissa >= 8:
+            # The sign's bit counts as 128 when it is flipped.
+            flipped = words ^ _twice(128 << 8 | 128)
+            values = self._paired([flipped >> _u32(8 * pair) & _twice(255) | magic for pair in range(self.pairs)])
+            base += 128
+        else:
+            # The seven bits beside the sign, minus what the sign's bit stands for: as the last bit of the exponent, it
+            # makes 256 of 128.
+            sizes = self._paired([words >> _u32(8 * pair) & _twice(127) | magic for pair in range(self.pairs)])
+            signs = self._paired([words >> _u32(8 * pair) & _twice(128) | magic for pair in range(self.pairs)])
+            values, base = sizes - signs, 0
+        if zeros is not None:
+            minus = (zeros.astype(jnp.float32) + base).astype(self.dtype)
+            return values - self._spread(minus, values.shape)
+        minus = base + self.code.zero
+        return values - jnp.asarray(minus, self.dtype) if minus else values
+
+    def _floats(self, words: jax.Array) -> jax.Array:
+        """Moves the bits of floats to where those of a wider float are, whose exponent means another power of two."""
+        width = 8 // self.code.per_byte
+        mantissa, bias = _FLOATS[self.code.name]
+        size = width - 1  # of exponent and mantissa, which lie below the sign
+        at = _MANTISSA[self.dtype.name] - mantissa
+        pairs = []
+        for pair in range(self.pairs):
+            aligned = words << _u32(16 - width * (pair + 1))  # so that signs are the first bits of half words
+            pairs.append(aligned & _twice(1 << 15) | aligned >> _u32(15 - size - at) & _twice((1 << size) - 1 << at))
+        return self._raised(self._paired(pairs), _BIAS[self.dtype.name] - bias)
+
+    def _raised(self, values: jax.Array, exponent: int) -> jax.Array:
+        """Multiplies by 2**exponent. XLA:CPU would take the numbers below the normal ones for zero."""
+        if exponent == 0:
+            return values
+        if not self.interpret:
+            return values * jnp.asarray(2.0**exponent, self.dtype)
+        mantissa, bias = _MANTISSA[self.dtype.name], _BIAS[self.dtype.name]
+        bits = lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
+        power, fraction = (bits & 32767) >> mantissa, bits & (1 << mantissa) - 1
+        size = jnp.where(power > 0, fraction + (1 << mantissa), fraction).astype(jnp.float32)
+        raised = jnp.ldexp(size, jnp.maximum(power, 1) - bias - mantissa + exponent)
+        return jnp.where(bits > 32767, -raised, raised).astype(self.dtype)
+
+    def _paired(self, pairs: Sequence[jax.Array]) -> jax.Array:
+        """Returns f[64, W numbers] of words u32[64, W], one for each pair of half words: four threads have a row.
+
+        Each thread has a pair of eight columns that follow each other.
+        """
+        rows, num_words = pairs[0].shape
+        shape = rows, num_words * 2 * len(pairs)
+        if self.interpret:
+            halves = jnp.stack([jnp.stack([pair & 65535, pair >> 16], -1) for pair in pairs], 1)  # [64, pairs, W, 2]
+            by_threads = halves.astype(jnp.uint16).reshape(rows, len(pairs), -1, 4, 2).transpose(0, 2, 1, 3, 4)
+            return lax.bitcast_convert_type(by_threads.reshape(shape), self.dtype)
+
+        def renamed(_: Any, *arrays: Any) -> Any:
+            pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(self.dtype))
+            # A word for each four columns and each half of the rows; the halves come after the pairs.
+            words = np.stack([array.registers.reshape(-1, 2) for array in arrays], 1)
+            held = [mgpu.utils.bitcast(word, pair) for word in words.flat]
+            return _array(held, self.operand.to_mgpu(), shape)
+
+        arguments, result = (_WORDS,) * len(pairs), _Held(shape, self.dtype, layout=self.operand)
+        return _inlined(renamed, arguments, result)(*pairs)
+
+    def _spread(self, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns f[64, K] of values f[64], one for each row, in the registers of an operand."""
+        if self.interpret:
+            return lax.broadcast_in_dim(values, shape, (0,))
+
+        def spread(_: Any, array: Any) -> Any:
+            halves = [mgpu.utils.vector_concat([value, value]) for value in array.registers.flat]
+            return _array(halves * (shape[1] // 8), self.operand.to_mgpu(), shape)
+
+        return _inlined(spread, (_ROWS,), _Held(shape, self.dtype, layout=self.operand))(values)
+
+    def row_values(
+        self, ref: Ref, matrix: jax.Array, row: jax.Array, column: jax.Array, count: int
+    ) -> tuple[jax.Array, ...]:
+        """Loads ref[matrix, row : row + 64, i] from global memory, [64] each, for `count` columns from `column` on.
+
+        Rows and columns that are not there are those before them.
+        """
+        _, num_rows, num_columns = ref.shape
+        together = gcd(count, num_columns, 16 // jnp.dtype(ref.dtype).itemsize)
+        starts = [jnp.minimum(column + i, num_columns - together) for i in range(0, count, together)]
+        if self.interpret:
+            first = jnp.minimum(row, num_rows - TILE)
+            at = jnp.minimum(jnp.arange(TILE) + (row - first), TILE - 1)
+            parts = [ref[matrix, pl.ds(first, TILE), pl.ds(start, together)][at] for start in starts]
+            return tuple(part[:, i] for part in parts for i in range(together))
+        loaded = _Held((TILE,), ref.dtype, layout=_ROWS)
+
+        def load(_: Any, ref: Any, scalars: tuple[Any, ...]) -> Any:
+            i64 = ir.IntegerType.get_signless(64)
+            c = mgpu.utils.c
+            matrix, row, *starts = (arith.extsi(i64, scalar.registers.item()) for scalar in scalars)
+            thread = arith.extui(i64, mgpu.utils.thread_idx())
+            thread = arith.remui(thread, c(_WARPGROUP_THREADS, i64))
+            of_warp = arith.muli(arith.divui(thread, c(32, i64)), c(16, i64))
+            own = arith.addi(arith.addi(row, of_warp), arith.divui(arith.remui(thread, c(32, i64)), c(4, i64)))
+            element = mgpu.utils.dtype_to_ir_type(loaded.dtype)
+            vector, base = ir.VectorType.get((together,), element), mgpu.utils.memref_ptr(ref)
+            found = []
+            for half in range(2):
+                at = arith.minsi(arith.addi(own, c(8 * half, i64)), c(num_rows - 1, i64))
+                at = arith.muli(arith.addi(arith.muli(matrix, c(num_rows, i64)), at), c(num_columns, i64))
+                for start in starts:
+                    pointer = mgpu.utils.getelementptr(base, [arith.addi(at, start)], element)
+                    found.append(llvm.load(vector, pointer, invariant=True))
+            halves, signed = np.array(found, object).reshape(2, -1), mgpu.utils.is_signed(loaded.dtype)
+
+            def value(column: int) -> Any:
+                part, at = divmod(column, together)
+                held = [mgpu.utils.vector_slice(half[part], slice(at, at + 1)) for half in halves]
+                return _array(held, _ROWS.to_mgpu(), (TILE,), is_signed=signed)
+
+            return tuple(map(value, range(count)))
+
+        arguments = plgpu.RefType(), (_SCALAR,) * (2 + len(starts))
+        values: tuple[jax.Array, ...] = _inlined(load, arguments, (loaded,) * count)(ref, (matrix, row, *starts))
+        return values
+
+
+def _inlined(code: Callable[..., Any], arguments: tuple[Any, ...], result: Any) -> Callable[..., Any]:
+    """Returns a function of arrays that writes instructions: `code` of what their threads hold."""
+    inlined: Callable[..., Any] = plgpu.inline_mgpu(arg_types=arguments, return_type=result)(code)
+    return inlined
+
+
+def _array(registers: Iterable[Any], layout: Any, shape: tuple[int, ...], is_signed: bool | None = None) -> Any:
+    """Returns an array of Mosaic GPU whose threads hold these registers."""
+    held = np.empty(layout.registers_shape(shape), object)
+    held.flat = list(registers)
+    return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
+
+
+def _u32(number: int) -> np.uint32:
+    return np.uint32(number)
+
+
+def _twice(half: int) -> np.uint32:
+    """Returns a word of two equal halves."""
+    return np.uint32(half << 16 | half)

@@ -1,0 +1,136 @@
+"""The product with matrices of few bits for GPUs, interpreted, against float64; and what registers hold."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import CHIPS, GpuChip
+from pallas_kernels.mosaic_gpu import matrix_unit_of
+from pallas_kernels.quantized_matmul import gpu
+from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
+from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.gpu import QuantizedTiles
+from pallas_kernels.quantized_matmul.registers import Registers
+from tests.pallas_kernels.test_quantized_matmul import Stored, rows
+
+# An idle multiprocessor costs the interpreter as much as a busy one.
+GPUS = {name: replace(chip, num_sms=2) for name, chip in CHIPS.items() if isinstance(chip, GpuChip)}
+BY_NAME = {case.name: case for case in CASES}
+FIRST = 1  # the matrices follow that of another layer, whose scales are NaN
+SUMS = 2e-6  # of the size of the largest sum: sums in float32 of elements that nobody has rounded
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    printed = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in printed, printed
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a case is computed. With two stages, all are used again and again."""
+
+    case: QuantizedCase
+    tiles: QuantizedTiles
+    chip: str = "h200"
+    dtype: str = "bfloat16"
+    counts: tuple[int, ...] = ()  # the rows of each group; none: all rows have one matrix
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.case, self.dtype, self.chip, len(self.counts))))
+
+
+# Every way to decode and both matrix units; parts of the inputs, several tiles of rows, groups that begin anywhere,
+# rows and inputs that end within a tile, and groups that are larger than a stage, smaller, and neither.
+WAYS = (
+    Way(BY_NAME["fp8-blocks"], QuantizedTiles(16, 2, 64, 2, 2)),
+    Way(BY_NAME["int4-zeros"], QuantizedTiles(8, 1, 64, 2, 1), "b200", "float16"),
+    Way(replace(BY_NAME["int8-zeros"], size_in=160), QuantizedTiles(16, 2, 64, 2, 1)),
+    Way(replace(BY_NAME["mxfp4"], size_in=192, num_rows=70), QuantizedTiles(64, 1, 64, 2, 1), "b200"),
+    Way(replace(BY_NAME["int4"], size_in=384, group=96), QuantizedTiles(8, 1, 64, 2, 2)),
+    Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 2, 64, 2, 1), dtype="float16", counts=(3, 0, 12)),
+)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_equals_float64(way: Way) -> None:
+    case, chip = way.case, GPUS[way.chip]
+    counts = way.counts or (case.num_rows,)
+    stored, x = Stored.random(case, FIRST + len(counts)), rows(case, way.dtype)
+    matrices = stored.matrices[FIRST:]
+    scales = jnp.asarray(stored.scales)
+    if case.scale_dtype == "float8_e8m0fnu":
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
+    else:
+        scales = scales.at[:FIRST].set(jnp.nan)
+    assert gpu.choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, len(counts), chip) is not None
+    multiply = partial(
+        gpu.quantized_matmul,
+        code=case.code,
+        scale_dtype=case.scale_dtype,
+        dtype=jnp.dtype(jnp.float32),
+        tiles=way.tiles,
+        chip=chip,
+        interpret=True,
+    )
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    zeros = None if stored.zeros is None else jnp.asarray(stored.zeros)
+    result = jax.jit(multiply)(x, jnp.asarray(stored.codes), scales, zeros, jnp.asarray(starts), jnp.int32(FIRST))
+    assert (result.shape, result.dtype) == ((len(x), case.size_out), jnp.float32)
+    exact = np.asarray(x, np.float64)
+    for group, matrix in enumerate(matrices):
+        own = slice(starts[group], starts[group + 1])
+        error = np.abs(np.asarray(result[own], np.float64) - exact[own] @ matrix.T)
+        assert (error <= SUMS * (np.abs(exact[own]) @ np.abs(matrix.T))).all(), error.max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("code", [INT8, UINT4, E4M3, E5M2, FLOAT4], ids=lambda code: code.name)
+def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
+    codes = np.stack([np.roll(np.arange(256), 3 * row) for row in range(64)]).astype(np.uint8)
+    if code.per_byte == 1:
+        codes = np.where(np.isfinite(code.table[codes]), codes, 0)
+    registers = Registers(code, jnp.dtype(dtype), "wgmma", interpret=True)
+    # Other numbers stand for 0 in the second half of the rows, where integers have zeros.
+    zeros = np.where(np.arange(64) < 32, code.zero, 11).astype(code.dtype) if code in (INT8, UINT4) else None
+    numbers = code.table[np.stack([codes & 15, codes >> 4], -1).reshape(64, -1) if code.per_byte == 2 else codes]
+    words = jnp.asarray(np.ascontiguousarray(codes).view(np.uint32))
+    for minus in (None,) if zeros is None else (None, zeros):
+        expected = numbers - (code.zero if minus is None else minus.astype(np.float32)[:, None])
+        tiles = QuantizedTiles(8, 1, 64, 2, 1)
+        product = gpu.QuantizedProduct(
+            tiles, code, "float32", False, jnp.dtype(dtype), 512, 128, 64, matrix_unit_of(GPUS["h200"]), True
+        )
+        decoded = registers.decoded(words, None if minus is None else jnp.asarray(minus))
+        np.testing.assert_array_equal(np.asarray(decoded, np.float32), product.reordered(jnp.asarray(expected)))
+
+
+def tiles_of(case: QuantizedCase, chip: GpuChip, dtype: str = "bfloat16") -> QuantizedTiles | None:
+    x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype)
+    return gpu.choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "b200"])
+def test_tiles_of_models(name: str) -> None:
+    chip = CHIPS[name]
+    assert isinstance(chip, GpuChip)
+    for case in SERVING:
+        tiles = tiles_of(case, chip)
+        assert (tiles is None) == (case.group == 16), case  # NVFP4, whose groups end within a word of four threads
+        if tiles is not None:
+            assert tiles.stages >= 4 and tiles.tokens >= min(case.num_rows, 64)
+            # Half of the multiprocessors at least are busy, as far as units have a thousand inputs.
+            units = -(-case.num_rows // tiles.tokens) * -(-case.size_out // 128) * tiles.splits
+            assert units >= chip.num_sms // 2 or case.size_in < 2048 * tiles.splits, (case, tiles)
+
+
+def test_what_the_hardware_does_not_take_is_refused() -> None:
+    taken = {case.name for case in CASES if tiles_of(case, GPUS["h200"]) is not None}
+    assert taken == {"int4", "int4-groups-of-32", "int4-zeros", "int8-groups", "fp8-blocks"}
+    assert tiles_of(BY_NAME["int4"], GPUS["h200"], "float32") is None
