@@ -227,8 +227,12 @@ def _kernel(
         dtype = jnp.bfloat16 if computes_bf16 and is_exact and not scales_sums else jnp.float32
         block = _ColumnBlock(code, codes, kept[0], kept[1] if has_zeros else None, dtype, group, chunk, computes_bf16)
         block.begin(*of_groups)
-        for at in range(0, out.shape[1], COLUMNS):
-            columns = slice(at, min(at + COLUMNS, out.shape[1]))
+        # One body for all of them: to compile the loops over inputs for 512 rows took 10 s when there were two.
+        width = next(width for width in (COLUMNS, 384, 256, LANES) if out.shape[1] % width == 0)
+
+        @pl.loop(0, out.shape[1] // width)
+        def _(number: jax.Array) -> None:
+            columns = pl.ds(pl.multiple_of(number * width, LANES), width)
             y = block.scaled_sums(rows[0], rows[1], columns) if scales_sums else block.sums_of_scaled(rows[0], columns)
             out[:, columns] = with_rows(out[:, columns], y, low, high)
 
@@ -265,7 +269,7 @@ class _ColumnBlock:
     def _bits(self, values: jax.Array) -> jax.Array:
         return in_both_halves(values) if self.dtype == jnp.bfloat16 else pltpu.bitcast(values, jnp.int32)
 
-    def sums_of_scaled(self, x: Any, columns: slice) -> jax.Array:
+    def sums_of_scaled(self, x: Any, columns: pl.Slice) -> jax.Array:
         """Returns the product of rows [T, in] with these columns: f32[T, columns]."""
 
         def add(number: jax.Array, sums: jax.Array) -> jax.Array:
@@ -281,7 +285,7 @@ class _ColumnBlock:
 
         return self._over_chunks(add, x.shape[0], columns)
 
-    def scaled_sums(self, rows: Any, sums_of_rows: Any, columns: slice) -> jax.Array:
+    def scaled_sums(self, rows: Any, sums_of_rows: Any, columns: pl.Slice) -> jax.Array:
         """Returns the product of rows that `_repeated` has made with these columns: f32[T, columns]."""
         count = self.chunk // self.group
         num_rows = rows.shape[1] // count
@@ -300,7 +304,7 @@ class _ColumnBlock:
 
         return self._over_chunks(add, num_rows, columns)
 
-    def _over_chunks(self, add: Any, num_rows: int, columns: slice) -> jax.Array:
+    def _over_chunks(self, add: Any, num_rows: int, columns: pl.Slice) -> jax.Array:
         count = self.codes.shape[0] * 32 // bits_of(self.code) // self.chunk
         unrolled = next(length for length in (UNROLLED, 2, 1) if count % length == 0)
 
@@ -309,11 +313,11 @@ class _ColumnBlock:
                 sums = add(turn * unrolled + i, sums)
             return sums
 
-        sums = jnp.zeros((num_rows, columns.stop - columns.start), jnp.float32)
+        sums = jnp.zeros((num_rows, columns.size), jnp.float32)
         result: jax.Array = jax.lax.fori_loop(0, count // unrolled, some, sums)
         return result
 
-    def _numbers(self, number: jax.Array, columns: slice) -> Iterator[tuple[int, jax.Array]]:
+    def _numbers(self, number: jax.Array, columns: pl.Slice) -> Iterator[tuple[int, jax.Array]]:
         """Yields the numbers of a chunk of inputs, bf16[16, columns] at a time, and where they begin in it."""
         planes = planes_of(self.code)
         of_chunk = self.chunk * bits_of(self.code) // 32
@@ -325,7 +329,7 @@ class _ColumnBlock:
                     numbers(self.code, words, plane, self.computes_bf16),
                 )
 
-    def _of_group(self, group: jax.Array, columns: slice) -> tuple[Any, jax.Array]:
+    def _of_group(self, group: jax.Array, columns: pl.Slice) -> tuple[Any, jax.Array]:
         """Returns what is subtracted from the numbers of a group, or None, and its scales, for 1 or 16 of its rows."""
 
         def row(ref: Any) -> jax.Array:

@@ -64,10 +64,10 @@ class FewBitsForms:
                 interpret=self.backend.interpret,
             )
         if stored.is_by_row and stored.code == INT8:
-            return int8_form(self.backend.chip if isinstance(self.backend.chip, CpuChip) else None)
+            return int8_form(chip if isinstance(chip, CpuChip) else None)
         groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
-        if isinstance(self.backend.chip, TpuChip) and not stored.is_by_row and takes_groups(group):
-            return TpuGroups(groups, self.backend.chip, self.backend.interpret)
+        if isinstance(chip, TpuChip) and not stored.is_by_row and takes_groups(group):
+            return TpuGroups(groups, chip, self.backend.interpret)
         if self.by_tile:
             return groups
         return ScaledRows(code=stored.code) if stored.is_by_row else None
