@@ -7,7 +7,7 @@ must have, make SASS of the compiler's PTX. In the loop over stages of a matrix'
 with their scales. The record tells how many bytes of them a multiprocessor could take in a clock, if its four
 schedulers issued an instruction each in every clock, or if nothing but the integer units limited it, which take half a
 warp's instruction in a clock (CUDA programming guide, arithmetic instructions). Where both are more than the bytes that
-HBM brings a multiprocessor in a clock, decoding hides behind memory as far as warps wait for nothing else.
+HBM brings a multiprocessor in a clock, memory hides the decoding as far as warps wait for nothing else.
 """
 
 import argparse
@@ -21,8 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from benchmarks.result_files import ROOT, machine, write_record
 from pallas_kernels.chips import GpuChip, chip_named
+from pallas_kernels.quantized_matmul.cases import SERVING
+from pallas_kernels.quantized_matmul.gpu import choose_tiles
 
 AOT = ROOT / ".aot" / "bin" / "python"
 CHIPS = ("h100", "h200", "b200")
@@ -74,7 +79,7 @@ class Loop:
                 names = [name for name, _ in program[labels[target[1]] : end + 1]]
                 if any(name in ("HGMMA", "HMMA") for name in names):
                     bodies.append(names)
-        return cls(Counter(min(bodies, key=len)))
+        return cls(min(map(Counter, bodies), key=Counter.total))
 
     def of_chip(self, chip: GpuChip, stage_bytes: float) -> dict[str, Any]:
         """Returns the counts and the bytes of a clock and multiprocessor, for so many bytes of a warp and stage."""
@@ -104,11 +109,6 @@ def main() -> None:
 
 def count(name: str, tools: Path) -> dict[str, dict[str, Any]]:
     """Returns what the loops of all cases take on that chip, by case."""
-    import jax
-
-    from pallas_kernels.quantized_matmul.cases import SERVING
-    from pallas_kernels.quantized_matmul.gpu import choose_tiles
-
     chip = chip_named(name)
     assert isinstance(chip, GpuChip)
     rows = {}
@@ -121,7 +121,7 @@ def count(name: str, tools: Path) -> dict[str, dict[str, Any]]:
             sys.exit(f"{name} does not compile: see above")
         for case in SERVING:
             ptx = directory / "ptx" / f"{case.name}.ptx"
-            x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), "bfloat16")
+            x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16)  # type: ignore[no-untyped-call]
             tiles = choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
             if tiles is None or not ptx.is_file():
                 continue

@@ -238,7 +238,7 @@ class _QuantizedUnit(NamedTuple):
 
 
 class _Factors(NamedTuple):
-    """What codes need to become elements: scales and zeros in global memory, and masks in registers."""
+    """The scales and zeros of codes in global memory, and the masks that decode them in registers."""
 
     scales: Ref
     zeros: Ref
