@@ -256,8 +256,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "states":
         if backend == REFERENCE:
             return ()
-        scans = (_scan_program(backend),) if backend.kind == "gpu" else ()
-        return (*scans, *(_delta_program(case, backend) for case in STATES_SERVING))
+        scans = ((80, "decode-64"), (64, "prompt-512")) if backend.kind == "gpu" else ()
+        of_scans = (_scan_program(*scan, backend) for scan in scans)
+        return (*of_scans, *(_delta_program(case, backend) for case in STATES_SERVING))
     backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
@@ -391,12 +392,13 @@ def _delta_program(case: DeltaCase, backend: Backend) -> Program:
     return _states_program(case, StateMemory(case.num_heads, rule), {}, gates, backend)
 
 
-def _scan_program(backend: Backend) -> Program:
-    """Compiles the Mamba-2 of Nemotron Nano 2, which the kernel for GPUs takes, for rows that decode."""
-    scan = SelectiveScan(num_heads=16, head_size=80, state_size=128)
+def _scan_program(head_size: int, step: str, backend: Backend) -> Program:
+    """Compiles a Mamba-2 like those of Nemotron Nano 2 (heads of 80) and Nemotron-H (64), for GPUs."""
+    scan = SelectiveScan(num_heads=16, head_size=head_size, state_size=128)
     memory = StateMemory(8, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
     weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
-    case = replace(STATES_SERVING[0], name="nemotron-nano-decode-64")
+    case = next(case for case in STATES_SERVING if case.name.endswith(step))
+    case = replace(case, name=f"mamba-2-{head_size}-{step}")
     return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
 
 

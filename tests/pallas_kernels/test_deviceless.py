@@ -203,7 +203,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("b200", "attention", ["attention/decode-gqa/gpu"]),
         ("a100", "step", ["step/split/reference"]),
         ("h200", "experts", ["experts/qwen3-30b-decode-64/gpu"]),
-        ("h200", "states", ["states/nemotron-nano-decode-64/gpu", "states/kimi-linear-prompt-512/gpu"]),
+        ("h200", "states", ["states/mamba-2-80-decode-64/gpu", "states/kimi-linear-prompt-512/gpu"]),
         ("v5e", "states", ["states/qwen3-next-mixed-512/tpu"]),
         ("v6e", "states", ["states/qwen3-next-decode-64/tpu"]),
         ("v7x", "states", ["states/kimi-linear-decode-64/tpu"]),
