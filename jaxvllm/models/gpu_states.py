@@ -1,4 +1,4 @@
-"""`GpuStates`: lets states that are matrices take tokens in by the kernel for NVIDIA GPUs.
+"""`GpuStates`: lets states that are matrices take tokens in by the kernels for NVIDIA GPUs.
 
 The convolution, and what a recurrence understands of its result, are plain XLA for all tokens of a step at once.
 """
@@ -6,7 +6,7 @@ The convolution, and what a recurrence understands of its result, are plain XLA 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,17 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
 if TYPE_CHECKING:
-    from pallas_kernels.linear_attention.gpu import StatePlan, StateTile, StateTokens
+    from pallas_kernels.linear_attention.gpu import ChunkPlan, ChunkUnit, StatePlan, StateTile, StateTokens
 
 type MatrixRecurrence = GatedDelta | ChannelDelta | SelectiveScan
-type StepPlan = tuple[RaggedRows, StatePlan]
+
+
+class GpuStatesPlan(NamedTuple):
+    """The plan of a step: some rows are taken in token by token, and others by chunks."""
+
+    rows: RaggedRows
+    tokens: "StatePlan"
+    chunks: "ChunkPlan | None"  # None: no row of the step has enough tokens, or chunks are not for such matrices
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class GpuStates:
 
     conv: CausalConv
     recurrence: MatrixRecurrence
+    chip: GpuChip
     interpret: bool
 
     @classmethod
@@ -44,7 +52,7 @@ class GpuStates:
             return None
         match memory.rule:
             case RecurrentRule(CausalConv() as conv, GatedDelta() | ChannelDelta() | SelectiveScan() as recurrence):
-                states = cls(conv, recurrence, backend.interpret)
+                states = cls(conv, recurrence, backend.chip, backend.interpret)
                 takes = all(states.tile(decode_only) is not None for decode_only in (True, False))
                 return states if takes and memory.width == states.matrix[1] else None
         return None
@@ -59,49 +67,80 @@ class GpuStates:
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.linear_attention.gpu import choose_tile
 
-        return choose_tile(self.matrix, keys_last=isinstance(self.recurrence, SelectiveScan), decode_only=decode_only)
+        return choose_tile(self.matrix, keys_last=self._keys_last, decode_only=decode_only)
 
-    def plan(self, rows: RaggedRows, page_size: int) -> StepPlan:
+    @property
+    def chunk_unit(self) -> "ChunkUnit | None":
+        from pallas_kernels.linear_attention.gpu import choose_chunks
+
+        of_rule: dict[str, Any] = {"keys_last": self._keys_last, "corrects": self._corrects}
+        return choose_chunks(self.matrix, **of_rule, chip=self.chip, interpret=self.interpret)
+
+    @property
+    def _keys_last(self) -> bool:
+        return isinstance(self.recurrence, SelectiveScan)
+
+    @property
+    def _corrects(self) -> bool:
+        return not isinstance(self.recurrence, SelectiveScan)
+
+    def plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
         """Makes what all layers of a step share."""
-        from pallas_kernels.linear_attention.gpu import plan_states
+        from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_chunks, plan_states
 
-        return rows, plan_states(rows, page_size)
+        if rows.decode_only or len(rows.token_rows) <= FEW_TOKENS or self.chunk_unit is None:
+            return GpuStatesPlan(rows, plan_states(rows, page_size), None)
+        by_chunks = rows.query_lens() > FEW_TOKENS
+        return GpuStatesPlan(rows, plan_states(rows, page_size, ~by_chunks), plan_chunks(rows, page_size, by_chunks))
 
     def __call__(
         self,
         pages: jax.Array,
         place: jax.Array | int,
-        plan: StepPlan,
+        plan: GpuStatesPlan,
         weights: Mapping[str, jax.Array],
         tokens: Token,
     ) -> tuple[jax.Array, jax.Array]:
         """Implements `StateKernel`."""
-        from pallas_kernels.linear_attention.gpu import take_tokens
+        from pallas_kernels.linear_attention.gpu import take_chunks, take_tokens
 
-        (rows, states), channels = plan, tokens[CHANNELS].astype(jnp.float32)
+        (rows, of_tokens, chunks), channels = plan, tokens[CHANNELS].astype(jnp.float32)
         heads = self.recurrence.parts[0][0] if len(self.recurrence.parts[0]) == 3 else 1
         num_rows = heads * self.matrix[0]
-        windows = self._windows(pages, place, states.rows[:, 3], num_rows)
+        windows = self._windows(pages, place, of_tokens.rows[:, 3], num_rows)
         seen = partial(self.conv.seen_in, rows, windows, channels)
         mixed = self.conv.take_seen(weights, seen(jnp.arange(len(channels), dtype=jnp.int32)))
         of_heads = jax.vmap(self.recurrence.understand)
         understood = jax.vmap(of_heads, (None, 0, 0))(weights, mixed, tokens)
-        ends = jnp.moveaxis(seen(states.windows_end())[:, 1:], 1, 2)  # [columns, K, size - 1, C]
-        rest = ends.reshape(*ends.shape[:2], -1)
-        room = (pages.shape[3] - num_rows) * pages.shape[4]
-        rest = jnp.pad(rest, ((0, 0), (0, 0), (0, room - rest.shape[2])))
-        tile = self.tile(rows.decode_only)
+
+        def rest(lasts: jax.Array) -> jax.Array:
+            """Returns what pages get beside the matrices after tokens i32[N]: their windows, f32[N, K, rows, W]."""
+            ends = jnp.moveaxis(seen(lasts)[:, 1:], 1, 2)  # [N, K, size - 1, C]
+            flat = ends.reshape(*ends.shape[:2], -1)
+            room = (pages.shape[3] - num_rows) * pages.shape[4]
+            flat = jnp.pad(flat, ((0, 0), (0, 0), (0, room - flat.shape[2])))
+            return flat.reshape(*flat.shape[:2], -1, pages.shape[4])
+
+        state_tokens, tile = self._state_tokens(understood), self.tile(rows.decode_only)
+        rest_of_chunks = None if chunks is None else rest(chunks.lasts())
         assert tile is not None
         read, pages = take_tokens(
             pages,
             place,
-            states,
-            self._state_tokens(understood),
-            rest.reshape(*rest.shape[:2], -1, pages.shape[4]),
+            of_tokens,
+            state_tokens,
+            rest(of_tokens.windows_end()),
             tile=tile,
-            corrects=not isinstance(self.recurrence, SelectiveScan),
+            corrects=self._corrects,
             interpret=self.interpret,
         )
+        if chunks is not None:
+            unit = self.chunk_unit
+            assert unit is not None and rest_of_chunks is not None
+            by_chunks, pages = take_chunks(
+                pages, place, chunks, state_tokens, rest_of_chunks, unit=unit, chip=self.chip
+            )
+            read = jnp.where((chunks.of_tokens[: len(read)] >= 0)[:, None, None, None], by_chunks, read)
         read = jnp.where(rows.is_real()[:, None, None, None], read, 0.0)
         if isinstance(self.recurrence, SelectiveScan):
             return read + understood["skipped"], pages
@@ -129,15 +168,15 @@ class GpuStates:
         """Returns what the kernel needs of tokens that are understood, [T, K, ..]."""
         from pallas_kernels.linear_attention.gpu import StateTokens
 
-        kept = jnp.exp(understood["g"])
+        logs = understood["g"]
         match self.recurrence:
             case SelectiveScan():
                 queries, keys, values = understood["c"], understood["b"], understood["dx"]
-                kept, betas = kept[..., None], jnp.ones_like(kept)
+                logs, betas = logs[..., None], jnp.ones_like(logs)
             case ChannelDelta():
                 queries, keys, values = understood["q"], understood["k"], understood["v"][..., None, :]
-                kept, betas = kept[..., None, :], understood["beta"][..., None]
+                logs, betas = logs[..., None, :], understood["beta"][..., None]
             case GatedDelta():
                 queries, keys, values = understood["q"], understood["k"], understood["v"]
-                kept, betas = kept[..., None], understood["beta"]
-        return StateTokens(queries, keys, values, kept, betas)
+                logs, betas = logs[..., None], understood["beta"]
+        return StateTokens(queries, keys, values, logs, betas)

@@ -66,7 +66,7 @@ def plan_visits(rows: RaggedRows, page_size: int) -> Visits:
     """Returns the visits of `rows`, whose page table is that of the states."""
     is_real = rows.is_real()
     is_single = is_real & (rows.query_lens()[rows.token_rows] == 1)
-    chunks = None if rows.decode_only else _chunks(rows, page_size, is_real & ~is_single)
+    chunks = None if rows.decode_only else chunk_visits(rows, page_size, is_real & ~is_single)
     return Visits(_singles(rows, page_size), chunks, is_single, is_real)
 
 
@@ -82,7 +82,8 @@ def _singles(rows: RaggedRows, page_size: int) -> SingleVisits:
     return SingleVisits(number, token, source, target, (position <= 0).astype(jnp.int32))
 
 
-def _chunks(rows: RaggedRows, page_size: int, in_chunk: jax.Array) -> ChunkVisits:
+def chunk_visits(rows: RaggedRows, page_size: int, in_chunk: jax.Array) -> ChunkVisits:
+    """Returns the visits of the tokens `in_chunk` bool[T], which are all of some rows with several tokens."""
     num_tokens, row, position = len(in_chunk), rows.token_rows, rows.positions
     tile, token = min(TILE, num_tokens), jnp.arange(num_tokens, dtype=jnp.int32)
     page = rows.page_table[row, position // page_size]

@@ -41,14 +41,14 @@ class Layer:
 
 LAYERS = {
     "gated delta": Layer(
-        RecurrentRule(CausalConv(128, 4), GatedDelta(values_per_key=2, key_size=32, value_size=32)),
+        RecurrentRule(CausalConv(256, 4), GatedDelta(values_per_key=2, key_size=64, value_size=64)),
         {},
         {"g": (2,), "beta": (2,)},
     ),
-    "Kimi delta": Layer(RecurrentRule(CausalConv(96, 4), ChannelDelta(32)), {}, {"g": (32,), "beta": ()}),
+    "Kimi delta": Layer(RecurrentRule(CausalConv(192, 4), ChannelDelta(64)), {}, {"g": (64,), "beta": ()}),
     "Mamba-2": Layer(
-        RecurrentRule(CausalConv(96, 3, has_bias=True), SelectiveScan(num_heads=2, head_size=16, state_size=32)),
-        {"bias": (96,), "skip": (2,)},
+        RecurrentRule(CausalConv(256, 3, has_bias=True), SelectiveScan(num_heads=2, head_size=64, state_size=64)),
+        {"bias": (256,), "skip": (2,)},
         {"g": (2,), "dt": (2,)},
     ),
 }
@@ -63,10 +63,11 @@ def advance(layer: Layer, by_kernel: bool, pages: Any, rows: RaggedRows, weights
     return kernel(pages, jnp.int32(PLACE), kernel.plan(rows, PAGE_SIZE), weights, tokens)
 
 
-# Rows that begin, go on within a page and on a new one, and have no token; and rows that decode.
+# Rows that begin, go on within a page and on a new one, and have no token, of which two go by chunks; and rows that
+# decode.
 @pytest.mark.parametrize(
     ("starts", "lens", "num_tokens"),
-    [((0, 6, 8, 0), (7, 3, 1, 0), 16), ((3, 0, 4, 0), (1, 0, 1, 1), 4)],
+    [((0, 6, 8, 0, 8), (17, 3, 1, 0, 19), 48), ((3, 0, 4, 0), (1, 0, 1, 1), 4)],
     ids=["mixed", "decode"],
 )
 @pytest.mark.parametrize("name", LAYERS)
@@ -85,9 +86,9 @@ def test_is_what_xla_computes(
     tokens = {key: rng.uniform(0.1, 1, (num_tokens, HEADS, *shape)) for key, shape in layer.token.items()}
     tokens = {key: np.asarray(-x if key == "g" else x, np.float32) for key, x in tokens.items()}
     tokens[CHANNELS] = random(num_tokens, HEADS, conv.channels)
-    table = 1 + jnp.arange(16, dtype=jnp.int32).reshape(4, 4)
+    table = 1 + jnp.arange(8 * len(starts), dtype=jnp.int32).reshape(-1, 8)
     rows = RaggedRows.build(table, jnp.asarray(starts), jnp.asarray(lens), num_tokens)
-    pages = random(*layer.memory.pages(2, 17, PAGE_SIZE, jnp.float32, BACKEND).shape)
+    pages = random(*layer.memory.pages(2, table.size + 1, PAGE_SIZE, jnp.float32, BACKEND).shape)
     (expected, expected_pages), (read, got) = (
         advance(layer, by_kernel, pages, rows, weights, tokens) for by_kernel in (False, True)
     )

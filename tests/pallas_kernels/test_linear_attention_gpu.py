@@ -1,7 +1,7 @@
 """The kernel that takes tokens into states on GPUs, interpreted, against the recurrence in float64."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.linear_attention import gpu
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
-LAYER, GROUPS, HEADS, REST, PAGE_SIZE = 1, 2, 2, 8, 4
+LAYER, GROUPS, REST, PAGE_SIZE = 1, 2, 8, 4
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,8 @@ class Kind:
     values: int
     keys_last: bool = False
     corrects: bool = True
+    by_channel: bool = False
+    heads: int = 2
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,29 +45,34 @@ class Kind:
         return tile
 
 
-DELTA, SCAN = Kind(32, 64), Kind(32, 16, keys_last=True, corrects=False)
+DELTA, SCAN = Kind(32, 64, by_channel=True), Kind(32, 16, keys_last=True, corrects=False)
 
 
-def tokens_of(kind: Kind, count: int) -> gpu.StateTokens:
+def tokens_of(kind: Kind, count: int) -> Any:
     rng = np.random.default_rng(count)
     shapes = {
         "queries": (kind.keys,),
         "keys": (kind.keys,),
-        "values": (HEADS, kind.values),
-        "kept": (HEADS, 1 if kind.keys_last else kind.keys),
-        "betas": (HEADS,),
+        "values": (kind.heads, kind.values),
+        "logs": (kind.heads, kind.keys if kind.by_channel else 1),
+        "betas": (kind.heads,),
     }
-    made = {name: rng.standard_normal((count, GROUPS, *shape), np.float32) for name, shape in shapes.items()}
+    made: dict[str, Any] = {
+        name: rng.standard_normal((count, GROUPS, *shape), np.float32) for name, shape in shapes.items()
+    }
     made |= {name: made[name] / kind.keys**0.5 for name in ("queries", "keys")}
-    made |= {name: 1 / (1 + np.exp(-made[name])) for name in ("kept", "betas")}
+    made["betas"] = 1 / (1 + np.exp(-made["betas"]))
+    # Some tokens, or some channels of them, leave nearly everything, and others nothing.
+    strengths = rng.choice(np.array([0.1, 20], np.float32), made["logs"].shape, p=[0.9, 0.1])
+    made["logs"] = -np.abs(made["logs"]) * strengths
     return gpu.StateTokens(**made)
 
 
 def by_hand(kind: Kind, state: np.ndarray, token: gpu.StateTokens) -> tuple[np.ndarray, np.ndarray]:
     """The states [K, r, ..] after a token, and what is read, [K, r, Dv]."""
-    q, k, v, kept, beta = (np.asarray(x, np.float64) for x in token)
+    q, k, v, logs, beta = (np.asarray(x, np.float64) for x in token)
     S = np.swapaxes(state, -1, -2) if kind.keys_last else state
-    S = S * kept[..., None]
+    S = S * np.exp(logs)[..., None]
     wrong = v - np.einsum("grkv,gk->grv", S, k) if kind.corrects else v
     S = S + np.einsum("gk,grv->grkv", k, beta[..., None] * wrong)
     return np.swapaxes(S, -1, -2) if kind.keys_last else S, np.einsum("grkv,gk->grv", S, q)
@@ -83,17 +91,17 @@ def take(kind: Kind, decode_only: bool, pages: Any, rows: RaggedRows, tokens: An
 def check(kind: Kind, starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int, table: np.ndarray) -> None:
     rows = RaggedRows.build(jnp.asarray(table), jnp.asarray(starts), jnp.asarray(lens), num_tokens)
     tokens, rng = tokens_of(kind, num_tokens), np.random.default_rng(0)
-    S, W = HEADS * kind.shape[0] + REST, kind.shape[1]
+    S, W = kind.heads * kind.shape[0] + REST, kind.shape[1]
     pages = np.full((2, table.max() + 2, GROUPS, S, W), np.nan, np.float32)
     for row, start in enumerate(starts):
         if start > 0:
             pages[LAYER, table[row, (start - 1) // PAGE_SIZE]] = rng.standard_normal((GROUPS, S, W))
     rest = rng.standard_normal((num_tokens, GROUPS, REST, W)).astype(np.float32)
-    expected_pages, expected = pages.copy(), np.zeros((num_tokens, GROUPS, HEADS, kind.values))
+    expected_pages, expected = pages.copy(), np.zeros((num_tokens, GROUPS, kind.heads, kind.values))
     column = 0
     for row, (start, count) in enumerate(zip(starts, lens, strict=True)):
         before = pages[LAYER, table[row, (start - 1) // PAGE_SIZE], :, :-REST] if start else np.zeros(1)
-        state = np.resize(np.asarray(before, np.float64), (GROUPS, HEADS, *kind.shape))
+        state = np.resize(np.asarray(before, np.float64), (GROUPS, kind.heads, *kind.shape))
         for index in range(count):
             token, position = int(rows.query_starts[row]) + index, start + index
             state, expected[token] = by_hand(kind, state, gpu.StateTokens(*(x[token] for x in tokens)))
@@ -121,6 +129,63 @@ def test_rows_of_any_length(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", [DELTA, SCAN], ids=["delta rule", "selective scan"])
 def test_rows_that_decode(kind: Kind) -> None:
     check(kind, (3, 0, 4, 0), (1, 0, 1, 1), 4, 1 + np.arange(8, dtype=np.int32).reshape(4, 2))
+
+
+CHUNKED = {
+    "delta rule": Kind(128, 64),
+    "decays of channels": Kind(64, 64, by_channel=True, heads=1),
+    "selective scan": Kind(64, 64, keys_last=True, corrects=False),
+}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def take_by_chunks(kind: Kind, chip: GpuChip, pages: Any, rows: RaggedRows, tokens: Any, rest: Any) -> Any:
+    sizes: dict[str, Any] = {"keys_last": kind.keys_last, "corrects": kind.corrects}
+    unit = gpu.choose_chunks(kind.shape, **sizes, chip=chip, interpret=True)
+    assert unit is not None
+    plan = gpu.plan_chunks(rows, 16, rows.query_lens() > gpu.FEW_TOKENS)
+    rest = rest[: len(plan.visits)]
+    return plan, *gpu.take_chunks(pages, jnp.int32(LAYER), plan, tokens, rest, unit=unit, chip=chip)
+
+
+@pytest.mark.parametrize(("name", "chip"), [*((name, "h200") for name in CHUNKED), ("selective scan", "b200")])
+def test_chunks_of_rows(name: str, chip: str) -> None:
+    kind, rng = CHUNKED[name], np.random.default_rng(0)
+    # The first row begins, fills a tile and ends in the next one. The second is another kernel's, and the fourth has
+    # no token. The third goes on within a page and reaches another one; the last one begins on a new page.
+    starts, lens, num_tokens = np.array([0, 9, 31, 0, 32]), np.array([70, 1, 20, 0, 17]), 120
+    table = 1 + np.arange(25, dtype=np.int32).reshape(5, 5)
+    table[0, :3] = 0  # as the host leaves out columns that nobody needs
+    rows = RaggedRows.build(jnp.asarray(table), jnp.asarray(starts), jnp.asarray(lens), num_tokens)
+    begins = np.asarray(rows.query_starts)
+    tokens = tokens_of(kind, num_tokens)
+    tokens.keys[40:] = tokens.keys[40]  # keys that repeat are what powers of the system would not survive
+    for x in tokens:
+        x[begins[1]], x[begins[-1] :] = np.nan, np.nan
+    tokens.keys[begins[4], 0] = np.nan  # stays in its row and its group, whatever is in the same tile
+    S, W = kind.heads * kind.shape[0] + REST, kind.shape[1]
+    pages = np.full((2, 26, GROUPS, S, W), np.nan, np.float32)
+    for row in (2, 4):
+        pages[LAYER, table[row, (starts[row] - 1) // 16]] = rng.standard_normal((GROUPS, S, W))
+    rest = rng.standard_normal((num_tokens, GROUPS, REST, W)).astype(np.float32)
+    chip_at_hand = chip_named(chip)
+    assert isinstance(chip_at_hand, GpuChip)
+    plan, read, got = take_by_chunks(kind, replace(chip_at_hand, num_sms=3), pages, rows, tokens, rest)
+    rest_of = {page: rest[visit] for visit, (*_, page) in enumerate(np.asarray(plan.visits).tolist()) if page}
+    expected_pages, pages = pages.copy(), pages[LAYER].astype(np.float64)
+    for row in (0, 2, 4):
+        before = pages[table[row, (starts[row] - 1) // 16], :, :-REST] if starts[row] else np.zeros(1)
+        state = np.resize(before, (GROUPS, kind.heads, *kind.shape))
+        for position in range(starts[row], starts[row] + lens[row]):
+            token = begins[row] + position - starts[row]
+            state, expected = by_hand(kind, state, gpu.StateTokens(*(x[token] for x in tokens)))
+            np.testing.assert_allclose(read[token], expected, atol=1e-5, rtol=2e-5)
+            page = table[row, position // 16]
+            if page and (position == starts[row] + lens[row] - 1 or position % 16 == 15):
+                of_page = np.concatenate([state.reshape(GROUPS, -1, W), rest_of.pop(page)], axis=1)
+                expected_pages[LAYER, page] = of_page
+    assert not rest_of
+    np.testing.assert_allclose(got, expected_pages, atol=1e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Takes tokens into the states of linear attention, for NVIDIA GPUs (Mosaic GPU): a state is read and written once.
+"""Takes tokens into states one after the other (Mosaic GPU): a state is read and written once.
 
 A state has a matrix for each head, with a line for each channel of a value. Lines know nothing of each other, so a CTA
 has some lines of one head of one row. It keeps them in the registers of a warpgroup, and takes in the row's tokens one
@@ -32,7 +32,7 @@ class StateTokens(NamedTuple):
     queries: jax.Array  # [T, K, Dk]
     keys: jax.Array  # [T, K, Dk]
     values: jax.Array  # [T, K, r, Dv]
-    kept: jax.Array  # [T, K, r, Dk or 1], how much is left of what a state says of each channel of keys, or of all
+    logs: jax.Array  # [T, K, r, Dk or 1], the logarithm of what a token leaves of each channel of keys, or of all
     betas: jax.Array  # [T, K, r], how much of a value is added
 
 
@@ -119,8 +119,11 @@ def choose_tile(matrix: tuple[int, int], *, keys_last: bool, decode_only: bool) 
     return None if lines is None else StateTile(keys, lines, keys_last)
 
 
-def plan_states(rows: RaggedRows, page_size: int) -> StatePlan:
-    """Makes the plan of `take_tokens` for these rows, whose states have a page for every `page_size` tokens."""
+def plan_states(rows: RaggedRows, page_size: int, is_taken: jax.Array | bool = True) -> StatePlan:
+    """Makes the plan of `take_tokens` for these rows, whose states have a page for every `page_size` tokens.
+
+    is_taken  # bool[R]: others are left to another kernel
+    """
     starts, lens = rows.starts(), rows.query_lens()
     before = jnp.take_along_axis(rows.page_table, (jnp.maximum(starts - 1, 0) // page_size)[:, None], axis=1)[:, 0]
     before = jnp.where((lens > 0) & (starts > 0), before, -1)
@@ -128,7 +131,8 @@ def plan_states(rows: RaggedRows, page_size: int) -> StatePlan:
     row, column = columns.rows, columns.numbers
     end = first_tokens[row] + jnp.minimum((column + 1) * page_size, (starts + lens)[row]) - starts[row]
     pages = rows.page_table.at[row, column].get(mode="clip")
-    of_rows = jnp.stack([first_tokens, columns.firsts, columns.counts, before], axis=1)
+    counts = jnp.where(is_taken, columns.counts, 0)
+    of_rows = jnp.stack([first_tokens, columns.firsts, counts, before], axis=1)
     return StatePlan(of_rows.astype(jnp.int32), jnp.stack([end, pages], axis=1).astype(jnp.int32))
 
 
@@ -148,17 +152,17 @@ def take_tokens(
     pages  # f32[L, P, K, S, W]: the rows of r matrices, of W numbers each, and then the rest of a state
     rest  # f32[columns, K, the other rows, W]: what pages get beside the matrices
 
-    A token makes a matrix S forget, S <- kept S, and adds to it: S <- S + k (beta v)^T. With `corrects` it adds what S
-    says wrong of the key, v - S^T k, in the place of v (the delta rule). What is read is S^T q, f32[T, K, r, Dv], and
-    anything for padding. Rows are taken in any order, so none may write a page from which another one begins. The pages
-    are updated in place when donated. `tile` is that of `choose_tile`.
+    A token makes a matrix S forget, S <- exp(logs) S, and adds to it: S <- S + k (beta v)^T. With `corrects` it adds
+    what S says wrong of the key, v - S^T k, in the place of v (the delta rule). What is read is S^T q,
+    f32[T, K, r, Dv], and anything for tokens that are not taken. Rows are taken in any order, so none may write a page
+    from which another one begins. The pages are updated in place when donated. `tile` is that of `choose_tile`.
     """
     num_tokens, groups, heads, size = tokens.values.shape
     tiles, lines = size // tile.lines, tile.lines
     rows_of_head = pages.shape[3] - rest.shape[2]
     assert rows_of_head % heads == 0 and size % lines == 0, (pages.shape, tokens.values.shape, rest.shape)
     rows_of_head //= heads
-    forgets_as_whole, decode_only = tokens.kept.shape[-1] == 1, num_tokens == len(plan.rows)
+    forgets_as_whole, decode_only = tokens.logs.shape[-1] == 1, num_tokens == len(plan.rows)
     each = prod(rest.shape[2:]) // (WARPS * LANES_OF_WARP)
     rest_layout = plgpu.Layout.WG_STRIDED(rest.shape[2:], next(size for size in (4, 2, 1) if each % size == 0))
 
@@ -237,5 +241,5 @@ def take_tokens(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpretation(interpret),
         kernel_name="take_tokens",
-    )(jnp.asarray(place, jnp.int32)[None], *plan, *tokens, rest, kept_pages)
+    )(jnp.asarray(place, jnp.int32)[None], *plan, *tokens._replace(logs=jnp.exp(tokens.logs)), rest, kept_pages)
     return out, jax.freeze(kept_pages)
