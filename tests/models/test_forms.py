@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.config import Quantization
@@ -19,14 +21,20 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
+from jaxvllm.models.forms.rounded_tokens import RoundedTokens
 from jaxvllm.models.forms.scaled_rows import CpuInt8, ScaledRows
 from jaxvllm.models.params import Layout, abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.share import Share
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import CHIPS
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.quantized_matmul.code import E4M3, Code
+from pallas_kernels.quantized_matmul.code import INT8 as INT8_CODE
 from sharding.axis import ModelAxis
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -37,6 +45,7 @@ from tests.models.fixture import Fixture
 pytestmark = pytest.mark.usefixtures("quick_fusions")
 
 TOKENS = list(range(3, 20))
+DECL = ParamDecl((2, 24, 40), (None, None, None))
 INT8 = Forms(layers=ScaledRows())
 KERNELS = Forms(CpuInt8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
 # A gated FFN with grouped heads, and one with two matrices, biases and a tied embedding.
@@ -176,6 +185,51 @@ def test_the_planner_counts_what_is_kept(case: Case) -> None:
 def test_a_table_of_a_form_without_rows_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Halves keeps no rows that could be looked up"):
         Halves().table({})
+
+
+@pytest.mark.parametrize("quantization", ["int8_w8a8", "fp8_w8a8"])
+def test_tokens_are_rounded_as_the_matrix_is(quantization: str) -> None:
+    random = np.random.default_rng(3)
+    matrix, x = random.normal(size=(2, 24, 40)).astype(np.float32), random.normal(size=(7, 40)).astype(np.float32)
+    x[2] = 0
+    form = Forms.chosen(quantization, REFERENCE, may_turn=False).layers
+    arrays = form.keep(
+        jnp.asarray(matrix), {name: SingleDeviceSharding(jax.devices()[0]) for name in form.declare(DECL)}
+    )
+    multiply = jax.jit(partial(form.product, dtype=None))
+    y = multiply(jnp.asarray(x), arrays)
+    code = QUANTIZATIONS[quantization].code
+
+    def by_code(values: np.ndarray) -> np.ndarray:
+        sizes = np.abs(values).max(-1, keepdims=True) * np.float32(1 / code.largest)
+        sizes[sizes == 0] = 1
+        steps = values / sizes
+        return (np.rint(steps) if code == Code("int8") else steps.astype(ml_dtypes.float8_e4m3fn)) * sizes
+
+    expected = np.einsum("ti,gui->tgu", by_code(x).astype(np.float64), by_code(matrix).astype(np.float64))
+    np.testing.assert_allclose(y, expected, rtol=2e-5, atol=2e-5)
+    assert np.abs(expected - np.einsum("ti,gui->tgu", x, by_code(matrix))).max() > 1e-2
+    np.testing.assert_array_equal(y[3:4], multiply(jnp.asarray(x[3:4]), arrays), "a token alone")
+
+
+@pytest.mark.parametrize(
+    ("chip", "code", "wanted"),
+    [
+        ("v6e", INT8_CODE, True),
+        ("v6e", E4M3, False),
+        ("v7x", E4M3, True),
+        ("h200", INT8_CODE, True),
+        ("h200", E4M3, False),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_for_rounded_tokens_has_them_where_the_chip_multiplies_them(
+    chip: str, code: Code, wanted: bool
+) -> None:
+    chosen = Forms.chosen(None, Backend.of_chip(CHIPS[chip]), may_turn=False)
+    way = StoredAs(code, None, "bfloat16", rounds_tokens=True)
+    assert isinstance(chosen.as_stored(way, None).layers, RoundedTokens) == wanted
+    assert not isinstance(chosen.as_stored(replace(way, rounds_tokens=False), None).layers, RoundedTokens)
 
 
 def test_options_name_the_forms_that_people_may_choose() -> None:

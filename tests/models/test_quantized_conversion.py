@@ -14,6 +14,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.published import published_encoding
 from jaxvllm.models.safetensors_files import open_weights
 from pallas_kernels.backend import REFERENCE
 from tests.models.fixture import Fixture
@@ -96,6 +97,8 @@ def test_what_the_config_says_of_it(tmp_path: Path) -> None:
     group = said["int8"]["config_groups"]["group_0"]
     assert group["weights"].items() >= {"num_bits": 8, "type": "int", "strategy": "channel"}.items()
     assert group["input_activations"]["strategy"] == "token"
+    encodings = [published_encoding({"quantization_config": one}) for one in said.values()]
+    assert [encoding and encoding.rounds_tokens for encoding in encodings] == [True, True, False]
     # Routers are never rounded.
     routers = {f"model.layers.{layer}.mlp.gate" for layer in (0, 2, 3)}
     assert set(said["int8"]["ignore"]) == {"lm_head", *routers}
