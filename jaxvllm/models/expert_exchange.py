@@ -1,4 +1,4 @@
-"""Exchanges bring tokens to the devices that have the experts they chose, and bring back what these return.
+"""`ExpertExchange`: brings tokens to the devices that have the experts they chose, and what these return back.
 
 Two ways have the same result: every device gets the tokens of all replicas, or each token goes where it is wanted.
 """
@@ -38,7 +38,7 @@ class ExpertExchange(Protocol):
     def states(self, x: jax.Array, held: jax.Array, tokens: jax.Array) -> jax.Array:
         """Returns the hidden states of `tokens` i32[R], [R, E], from those of this replica, x [T, E].
 
-        The rows of tokens that have no expert on this device are arbitrary.
+        A token that has no expert on this device gets an arbitrary one.
         """
 
     def sums(self, y: jax.Array, places: jax.Array, held: jax.Array, factors: jax.Array) -> jax.Array:

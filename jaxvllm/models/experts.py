@@ -74,6 +74,7 @@ class ExpertsFfn(ChoosingFfn):
         assert not self.bias or (self.output_scale == 1 and not self.weighs_input), "no model has both"
         assert self.num_redundant is None or self.is_by_expert, "only whole experts have slots"
         assert self.num_replicas == 1 or self.is_by_expert, "only whole experts are shared by replicas"
+        assert self.num_replicas > 1 or not self.sends_apart, "a replica alone has all tokens on every device"
 
     @property
     def has_shared(self) -> bool:

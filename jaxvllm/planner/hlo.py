@@ -134,15 +134,19 @@ def _walk(
 ) -> Iterator[tuple[Kind, int, bool, str, int]]:
     """Yields (kind, bytes, conditional, axis, times) of each collective in a computation and in those that it calls."""
     one_of: list[list[tuple[Kind, int, bool, str, int]]] = []
-    shapes = {instruction.name: instruction.shape for instruction in computations.get(name, ())}
+    named = {instruction.name: instruction for instruction in computations.get(name, ())}
     for instruction in computations.get(name, ()):
-        # Of a pair, the done has only the result; the start has the operands too.
+        # Of a pair, the done has only the result; the start has the operands too, and which devices take part.
         opcode = instruction.opcode.removesuffix("-done")
-        if opcode == "ragged-all-to-all":
-            yield "ragged-all-to-all", _ragged_bytes(instruction, shapes), conditional, ALL_DEVICES, 1
-        elif opcode in get_args(Kind):
-            over = _OVER.search(instruction.rest)
-            yield opcode, array_bytes(instruction.shape), conditional, over[1] if over else MODEL, 1  # type: ignore[misc]
+        if opcode in get_args(Kind):
+            start = instruction if opcode == instruction.opcode else named[_operand(instruction)]
+            over, num_bytes = _OVER.search(start.rest), array_bytes(instruction.shape)
+            axis = over[1] if over else MODEL
+            if opcode == "ragged-all-to-all":
+                # What is sent has room for the case that all rows go to one device, or the result has. That is not what
+                # a device sends, and the text does not tell sizes that are known only while the program runs.
+                axis, num_bytes = ALL_DEVICES, min(num_bytes, array_bytes(named[_operand(start)].shape))
+            yield opcode, num_bytes, conditional, axis, 1  # type: ignore[misc]
         elif instruction.opcode == "while":
             match = _BODY.search(instruction.rest)
             assert match is not None, instruction
@@ -163,14 +167,11 @@ def _walk(
     yield from max(one_of, key=lambda found: sum(num_bytes * times for _, num_bytes, _, _, times in found), default=())
 
 
-def _ragged_bytes(instruction: HloInstruction, shapes: dict[str, str]) -> int:
-    """Returns the bytes of what a device sends, or of its result, whichever has less room.
-
-    One of them has room for the case that all rows go to one device, which is not what it sends: the text does not tell
-    sizes that are known only while the program runs.
-    """
-    [operand, *_] = _OPERAND.findall(instruction.rest)
-    return min(array_bytes(shapes[operand]), array_bytes(instruction.shape))
+def _operand(instruction: HloInstruction) -> str:
+    """Returns the name of the first operand."""
+    match = _OPERAND.search(instruction.rest)
+    assert match is not None, instruction
+    return match[1]
 
 
 def _names(attribute: re.Pattern[str], instruction: HloInstruction) -> Iterator[str]:

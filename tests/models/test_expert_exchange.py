@@ -41,16 +41,21 @@ def expected(chosen: Ints, counts: NDArray[np.float32], is_real: NDArray[np.bool
     out = np.zeros((len(chosen), HIDDEN))
     for token in np.flatnonzero(is_real):
         for expert, count in zip(chosen[token], counts[token], strict=True):
+            if expert >= NUM_EXPERTS:  # it has no matrices, and is no part of this sum
+                continue
             gate, up = GATE_UP[expert].astype(np.float64) @ STATES[token]
             out[token] += count * (DOWN[expert] @ (gate / (1 + np.exp(-gate)) * up))
     return out
 
 
-def on(mesh_name: str, *, all_to_all: bool, has_slots: bool = False) -> Callable[..., NDArray[np.float32]]:
+def on(
+    mesh_name: str, *, all_to_all: bool, has_slots: bool = False, num_identities: int = 0
+) -> Callable[..., NDArray[np.float32]]:
     """A program for what experts return for the tokens of all replicas, [device of its replica, token, HIDDEN]."""
     shape = MeshShape.parse(mesh_name)
-    router = ExpertRouter(HIDDEN, NUM_EXPERTS, TOP_K)
-    whole = ExpertsFfn(HIDDEN, INNER, router, is_by_expert=True, num_replicas=shape.data, sends_apart=all_to_all)
+    router = ExpertRouter(HIDDEN, NUM_EXPERTS + num_identities, TOP_K)
+    ways = {"is_by_expert": True, "num_replicas": shape.data, "sends_apart": all_to_all}
+    whole = ExpertsFfn(HIDDEN, INNER, router, num_identities=num_identities, **ways)  # type: ignore[arg-type]
     ffn = replace(whole, num_redundant=2 if has_slots else None).spread(shape.model).shard(shape.model)
     axis = ModelAxis(shape.model)
 
@@ -115,6 +120,15 @@ def test_every_way_returns_what_the_experts_do(
     of_devices = run(*(x[:num_tokens] for x in (STATES, chosen, COUNTS, is_real)))
     for out in of_devices:  # all devices of a replica have it
         np.testing.assert_allclose(out, expected(chosen, COUNTS, is_real)[:num_tokens], rtol=1e-5, atol=1e-5)
+
+
+def test_experts_without_matrices_are_nowhere() -> None:
+    run, count = on("2x2", all_to_all=True, num_identities=2), 2 * TOKENS
+    chosen = np.stack([RANDOM.permutation(NUM_EXPERTS + 2)[:TOP_K] for _ in range(count)]).astype(np.int32)
+    assert (chosen >= NUM_EXPERTS).any()
+    is_real = np.arange(count) != 3
+    for out in run(STATES[:count], chosen, COUNTS[:count], is_real):
+        np.testing.assert_allclose(out, expected(chosen, COUNTS, is_real), rtol=1e-5, atol=1e-5)
 
 
 # Eight experts of each token, as in DeepSeek V3: the table of docs/scaling.md.

@@ -54,3 +54,19 @@ def test_what_cannot_be_is_refused(options, said):
 def test_a_device_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="'v9x': known are v5e, .*, l4 and cpu"):
         deployment("Llama-3.1-8B", "v9x")
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh", "backend", "is_apart"),
+    [
+        ("v6e", "64x1", None, True),
+        ("v6e", "2x4", None, False),
+        ("h200", "64x1", None, False),
+        ("h200", "2x4", "ragged_all_to_all", True),
+        ("v6e", "64x1", "allgather_reducescatter", False),
+    ],
+)
+def test_the_plan_takes_the_way_to_experts_that_an_engine_would(device, mesh, backend, is_apart):
+    options = {"mesh": mesh, "enable_expert_parallel": True, "all2all_backend": backend}
+    planned = deployment("Qwen3-30B-A3B", device, **options)
+    assert {layer.ffn.sends_apart for layer in Deployment.from_json(planned.to_json()).spec.layers} == {is_apart}

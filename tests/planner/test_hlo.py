@@ -66,6 +66,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %room = bf16[64,8]{1,0} broadcast(%a), dimensions={}
   %wanted = bf16[64,8]{1,0} ragged-all-to-all(%logprobs, %room, %a, %a, %a, /*index=5*/%a), channel_id=3, replica_groups={{0,1}}
   %back = f32[8]{0} ragged-all-to-all(%room, %logprobs, %a, %a, %a, /*index=5*/%a), channel_id=3, replica_groups={{0,1}}
+  %tokens-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%a), replica_groups=mesh['data'=2,'model'=4] {'data'}
+  %tokens = f32[16]{0} all-gather-done(%tokens-start)
   ROOT %out = pred[4,2]{1,0} reduce-scatter(%a), dimensions={0}, to_apply=%add
 }
 """  # noqa: E501
@@ -75,6 +77,7 @@ def test_everything_counts_as_often_as_it_runs():
     assert read_collectives(PROGRAM) == (
         # 3 pairs in the outer loop, 3 x 5 fused in the inner one, 1 on the other core, 1 in the second of two called.
         Collective("all-reduce", 20, 64, conditional=False),
+        Collective("all-gather", 1, 64, conditional=False, over="data"),  # of a pair the start tells who takes part
         # What one device sends and what the other one gets back, and not the rooms for the worst case.
         Collective("ragged-all-to-all", 2, 32, conditional=False, over="all"),
         Collective("reduce-scatter", 1, 8, conditional=False),
@@ -92,6 +95,7 @@ def test_a_loop_that_does_not_tell_its_length_is_an_error():
 def test_a_loop_without_collectives_need_not_tell():
     quiet = "\n".join(line for line in PROGRAM.splitlines() if "all-reduce" not in line and "%reduced" not in line)
     assert [each.kind for each in read_collectives(quiet.replace("known_trip_count", "x"))] == [
+        "all-gather",
         "ragged-all-to-all",
         "reduce-scatter",
         "all-gather",

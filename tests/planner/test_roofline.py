@@ -76,6 +76,18 @@ def test_links_are_those_between_chips(device, mesh, seconds):
     assert floor.links == pytest.approx(seconds)
 
 
+# On 2x4. What replicas send each other goes round a ring of two, and what all devices send each other round one of all.
+@pytest.mark.parametrize(
+    ("device", "over", "sent"),
+    [("h200", "data", 1 / 2), ("h200", "all", 7 / 8), ("v7x", "all", 3 / 4)],  # a chip of v7x is two devices
+)
+def test_links_are_those_between_the_devices_that_take_part(device, over, sent):
+    told = findings(Collective("ragged-all-to-all", 1, 10**9, False, over))
+    planned = deployment("Qwen3-30B-A3B", device, mesh="2x4", enable_expert_parallel=True)
+    links = prefill_floor(planned, chip_named(device), told).links
+    assert links == pytest.approx(sent * 1e9 / (450e9 if device == "h200" else 200e9))
+
+
 def test_stages_read_their_layers_in_each_tick():
     one, two = deployment("Llama-3.1-8B", "v6e"), deployment("Llama-3.1-8B", "v6e", mesh="2x1x1")
     chip, head, layers = chip_named("v6e"), 2 * 128256 * 4096, 2 * (8_030_261_248 - 2 * 128256 * 4096 - 4096)
