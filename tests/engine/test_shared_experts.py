@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvllm import LLM, BeamSearchParams, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from jaxvllm.core.speculative_config import DEFAULT_SPECULATION
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
@@ -276,6 +277,10 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     assert llm.generate([PROMPTS[7]], WAYS[7], use_tqdm=False)[0].outputs[0].token_ids != expected[7][0]
     llm.update_weights(before)
     assert answers(llm) == expected
+
+
+def test_they_speculate_by_default_as_others_do() -> None:
+    assert EngineConfig(mesh="2x2", **SHARED).drafting == DEFAULT_SPECULATION
 
 
 def test_experts_that_come_late_are_shared_too():
