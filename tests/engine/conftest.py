@@ -66,7 +66,7 @@ def bursting(wide_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
     pace = BurstPace(max_seconds=1e9)
     for num_rows in range(1, 33):
         pace.measured(num_rows, 1, 1e-3)
-    monkeypatch.setattr(wide_llm.engine.replicas[0], "_pace", pace)
+    monkeypatch.setattr(wide_llm.engine.replicas[0].pace, "_plain", pace)
     return wide_llm
 
 

@@ -291,7 +291,7 @@ def test_logits_processors_are_part_of_every_step(
         pace = BurstPace(max_seconds=seconds)
         for num_rows in range(1, 9):
             pace.measured(num_rows, 1, 1e-3)
-        monkeypatch.setattr(unlimited.engine.replicas[0], "_pace", pace)
+        monkeypatch.setattr(unlimited.engine.replicas[0].pace, "_plain", pace)
         check(widest)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from jaxvllm.core.speculative_config import DEFAULT_SPECULATION
 from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
@@ -83,6 +84,7 @@ def answers(llm: LLM) -> list[Any]:
 
 # One token that comes again is enough, so that there are drafts although the model is random.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
 OPTIONS: dict[str, Any] = {"max_logprobs": 30, "dtype": "float32"}
 
 
@@ -97,8 +99,9 @@ def expected(directory: Path) -> list[Any]:
     params=["2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2x1", "2x4", "2x2x1"))],
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
+    drafts = SUFFIX if request.param == "2x1" else NGRAM
     with rare_programs(on_demand=False), all_drafts_or_none():
-        llm = tiny_llm(directory, mesh=request.param, speculative_config=NGRAM, **SHARED, **OPTIONS)
+        llm = tiny_llm(directory, mesh=request.param, speculative_config=drafts, **SHARED, **OPTIONS)
     with llm:
         yield llm
         assert_idle(llm)
@@ -122,8 +125,6 @@ def test_the_same_tokens_whoever_has_work(
     before = engine.stats()
     assert answers(llm) == expected
     assert all(replica.num_steps > 0 for replica in engine.replicas)
-    for replica in engine.replicas:
-        assert (replica.num_drafted.min() > 0) == (replica.num_accepted[0] > 0) == (most > 0), "in every replica"
     llm.wait_until_compiled()  # what a step in two halves needs is compiled when the first one comes
     with compilations() as seen:
         assert answers(llm) == expected, "prefixes are found again"
@@ -134,6 +135,8 @@ def test_the_same_tokens_whoever_has_work(
             [output] = llm.generate([PROMPTS[number]], WAYS[number], use_tqdm=False)
             assert [output.outputs[0].token_ids] == expected[number]
     assert seen.count == 0, seen.names
+    for replica in engine.replicas:
+        assert (replica.num_drafted.min() > 0) == (replica.num_accepted[0] > 0) == (most > 0), "in every replica"
     stats = engine.stats()
     assert stats.num_preemptions > before.num_preemptions and stats.num_prefix_hits > before.num_prefix_hits
 
@@ -152,6 +155,7 @@ def test_a_prompt_comes_while_the_other_replica_decodes(
         return dispatch(plans)
 
     with monkeypatch.context() as patch:
+        choose_drafts(patch, lambda possible: 0)  # or the first request may be over before the other one comes
         patch.setattr(lockstep, "dispatch", counted)
         patch.setattr(Replica, "is_ready", property(lambda self: 1 / 0))  # nobody asks again and again
         engine.submit(engine.check("decodes", PROMPTS[7], WAYS[7]))
@@ -294,6 +298,10 @@ def test_the_same_tokens_where_each_goes_only_to_its_experts(mesh: str, director
 def test_an_unknown_way_to_experts_is_refused() -> None:
     with pytest.raises(ValueError, match="all2all_backend must be one of .* or None, not 'fast'"):
         EngineConfig(all2all_backend="fast")  # type: ignore[arg-type]
+
+
+def test_they_speculate_by_default_as_others_do() -> None:
+    assert EngineConfig(mesh="2x2", **SHARED).drafting == DEFAULT_SPECULATION
 
 
 def test_experts_that_come_late_are_shared_too():
