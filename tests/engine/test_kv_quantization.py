@@ -149,6 +149,7 @@ def test_pages_that_are_shared_latents_and_an_index(name: str, tmp_path: Path) -
         assert greedy_tokens(llm, PROMPTS, 12) == recomputed(path, stored)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_model_in_eight_bits(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_drafts(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head"}

@@ -64,12 +64,13 @@ QUICK = (
     "mixed-window",
     "decode-sinks",
     "mixed-int8",
+    "mixed-int8-by-token",
     "verify-drafts",
 )
 
 
 def marks_of(case: RaggedCase) -> Sequence[pytest.MarkDecorator]:
-    return () if case.name in QUICK or case in BY_TOKEN else [pytest.mark.slow]
+    return () if case.name in QUICK else [pytest.mark.slow]
 
 
 # Two of one byte, whose tokens have scales of their own: for kernels that read those.

@@ -126,7 +126,7 @@ def test_no_copy_of_the_pages(bucket: Bucket) -> None:
     ("quantization", "backend"),
     [
         (KVQuantization("float8_e4m3fn"), REFERENCE),
-        (KVQuantization("float8_e5m2"), Backend("cpu", host_chip())),
+        pytest.param(KVQuantization("float8_e5m2"), Backend("cpu", host_chip()), marks=pytest.mark.slow),
         (KVQuantization("int8", by_token=True), Backend("cpu", host_chip())),
     ],
     ids=["e4m3", "e5m2", "int8-by-token"],
