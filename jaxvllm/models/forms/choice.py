@@ -58,7 +58,7 @@ class FewBitsForms:
                 chip=chip,
                 interpret=self.backend.interpret,
             )
-        # XLA multiplies by rows of FP8 without a copy. It does by those of int8, too, but takes 1.6 times as long as our
+        # XLA multiplies by rows of FP8 without a copy. It does by rows of int8, too, in 1.6 times the time of our
         # kernel on v5e, and a little longer on v6e and v7x (16 rows, libtpu's estimates).
         if isinstance(chip, TpuChip) and not (stored.is_by_row and stored.code != INT8):
             whole = group if stored.group is not None else None
