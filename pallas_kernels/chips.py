@@ -27,6 +27,7 @@ class TpuChip:
     num_cores: int  # TensorCores in the device
     vmem_bytes: int  # of one TensorCore: the most that a kernel's buffers and the compiler's own may take together
     smem_bytes: int  # of one TensorCore
+    computes_bf16: bool  # whether its vector unit does. Matrix units of all do
 
     def ring_bandwidth(self, num_chips: int) -> float:
         """Returns the bytes/s that each of the chips sends when they form a ring that is used in both directions."""
@@ -97,19 +98,23 @@ _TPUS = (
     TpuChip(
         name="v5e", device_kind="TPU v5 lite", hbm_bytes=int(15.75 * GIB), hbm_bandwidth=819e9, bf16_flops=197e12,
         link_bandwidth=50e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB,
+        computes_bf16=False,
     ),
     TpuChip(
         name="v5p", device_kind="TPU v5", hbm_bytes=int(95.73 * GIB), hbm_bandwidth=2765e9, bf16_flops=459e12,
         link_bandwidth=100e9, devices_per_chip=1, num_cores=2, vmem_bytes=64 * MIB, smem_bytes=MIB,
+        computes_bf16=False,
     ),
     TpuChip(
         name="v6e", device_kind="TPU v6 lite", hbm_bytes=int(31.24 * GIB), hbm_bandwidth=1638e9, bf16_flops=918e12,
         link_bandwidth=100e9, devices_per_chip=1, num_cores=1, vmem_bytes=128 * MIB, smem_bytes=MIB,
+        computes_bf16=True,
     ),
     # A chip has 192 GiB, 7380 GB/s and 2307 TFLOP/s; a device is half of it.
     TpuChip(
         name="v7x", device_kind="TPU7x", hbm_bytes=int(94.74 * GIB), hbm_bandwidth=3690e9, bf16_flops=1153.5e12,
         link_bandwidth=100e9, devices_per_chip=2, num_cores=1, vmem_bytes=64 * MIB, smem_bytes=MIB,
+        computes_bf16=True,
     ),
 )  # fmt: skip
 

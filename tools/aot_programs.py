@@ -274,7 +274,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for form in WIDE.forms
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
-    if backend.kind == "gpu":
+    if backend != REFERENCE:
         wide += tuple(_step_program(WIDE, form, backend, MeshShape(1, 1), "int4") for form in QUANTIZED_FORMS)
     if backend != REFERENCE:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)

@@ -39,8 +39,8 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
 
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
         fill = spread_fill(spread, name, whole, layer, weights(name, layer))
-        for rows in _parts(whole, layout, layer):
-            yield _read(fill, whole, rows, whole.dtype_in(dtype), sharding_of)
+        for part in _parts(whole, layout, layer):
+            yield _read(fill, whole, part, whole.dtype_in(dtype), sharding_of)
 
     return parts
 
@@ -65,9 +65,9 @@ def read_stored(
             return
         elements = stored(name, layer).mapped(lambda fill: spread_fill(spread, name, whole, layer, fill))
         fills, decls = form.fills(whole, elements), form.declare(whole)
-        for rows in _parts(whole, layout, layer):
+        for part in _parts(whole, layout, layer):
             arrays = {
-                key: _read(fills[key], decl, rows, decl.dtype_in(dtype), sharding_of) for key, decl in decls.items()
+                key: _read(fills[key], decl, part, decl.dtype_in(dtype), sharding_of) for key, decl in decls.items()
             }
             yield Matrix(form, arrays)
 
@@ -80,27 +80,25 @@ def spread_fill(spread: Spread, name: str, whole: ParamDecl, layer: int | None, 
     return tiled([Tile(box, stored, origin) for box, origin in boxes])
 
 
-def _read(fill: Fill, decl: ParamDecl, rows: range, dtype: np.dtype, sharding_of: ShardingOf) -> jax.Array:
-    """Reads those rows, along the first dimension, of the array with this declaration, each device its own part."""
-    shape = (len(rows), *decl.shape[1:])
+def _read(fill: Fill, decl: ParamDecl, half: int | None, dtype: np.dtype, sharding_of: ShardingOf) -> jax.Array:
+    """Reads the array with this declaration, or one half along its first dimension, each device its own part."""
+    shape = decl.shape if half is None else (1, *decl.shape[1:])
+    before = half or 0
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         box = Box.of_index(index, shape)
         out = aligned_zeros(box.shape, dtype)
-        fill(out, (box.start[0] + rows.start, *box.start[1:]))
+        fill(out, (box.start[0] + before, *box.start[1:]))
         return out
 
     return jax.make_array_from_callback(shape, sharding_of(decl), shard, dtype)
 
 
-def _parts(decl: ParamDecl, layout: Layout, layer: int | None) -> Iterator[range]:
-    """Yields the rows of the parts in which an array is read: gate and up of a stacked layer are two tensors."""
-    size = decl.shape[0]
+def _parts(decl: ParamDecl, layout: Layout, layer: int | None) -> Iterator[int | None]:
+    """Yields the parts that an array is read in, None for all of it. Gate and up of a stacked layer are two tensors."""
     is_halves = layout == "stacked" and layer is not None and decl.axes[0] is None and len(decl.shape) > 2
-    step = 1 if is_halves else size
-    for first in range(0, size, step):
-        yield range(first, first + step)
+    yield from range(decl.shape[0]) if is_halves else (None,)
 
 
 def sharding_on(mesh: Mesh) -> ShardingOf:

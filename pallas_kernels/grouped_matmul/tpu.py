@@ -43,12 +43,12 @@ def choose_blocks(x: jax.Array, w: jax.Array, gate: Gate | None, chip: TpuChip) 
     if x.dtype.name not in KERNEL_DTYPES["tpu"] or w.dtype != x.dtype:
         return None
     halves, item = 1 if gate is None else 2, x.dtype.itemsize
-    width = _padded(size, LANES)
+    width = padded(size, LANES)
     most = max(BLOCK_BYTES // (halves * width * item) // LANES, 1) * LANES
     # Both cores of a chip work where there are columns for them.
-    parts = 1 if num_columns <= LANES else _padded(pl.cdiv(num_columns, most), chip.num_cores)
-    columns = num_columns if parts == 1 else _padded(pl.cdiv(num_columns, parts), LANES)
-    across = _padded(columns, LANES)
+    parts = 1 if num_columns <= LANES else padded(pl.cdiv(num_columns, most), chip.num_cores)
+    columns = num_columns if parts == 1 else padded(pl.cdiv(num_columns, parts), LANES)
+    across = padded(columns, LANES)
     buffers = 2 * item * (halves * across * width + TILE_ROWS * (width + across))
     sums = 4 * TILE_ROWS * across * (halves + 2)
     if buffers + sums > chip.vmem_bytes * VMEM_SHARE:
@@ -56,7 +56,7 @@ def choose_blocks(x: jax.Array, w: jax.Array, gate: Gate | None, chip: TpuChip) 
     return GroupBlocks(min(len(x), TILE_ROWS), columns)
 
 
-def _padded(size: int, unit: int) -> int:
+def padded(size: int, unit: int) -> int:
     return pl.cdiv(size, unit) * unit
 
 
@@ -87,7 +87,7 @@ def grouped_matmul(
         parts = parts.swapaxes(2, 3)
     if not interpret:  # XLA would copy a stack that fits into VMEM there, with the experts that nobody has chosen
         parts = pltpu.with_memory_space_constraint(parts, pltpu.HBM)
-    visits = _visits(starts, len(x), blocks.rows, first)
+    visits = visits_of(starts, len(x), blocks.rows, first)
     together = 1 if gate is None else halves  # halves that one step multiplies by
     grid = pl.cdiv(num_columns, blocks.columns), halves // together, len(visits[0])
     call = pl.pallas_call(
@@ -124,7 +124,7 @@ def grouped_matmul(
     return out[0] if w.ndim == 3 or gate is not None else out.swapaxes(0, 1)
 
 
-def _visits(starts: jax.Array, num_rows: int, tile_rows: int, first: jax.Array | int) -> tuple[jax.Array, ...]:
+def visits_of(starts: jax.Array, num_rows: int, tile_rows: int, first: jax.Array | int) -> tuple[jax.Array, ...]:
     """Returns the tile of each visit, its matrix, and the first row and the end of the rows that it computes, i32[V].
 
     Tiles without rows are visited too, after all others and with no rows to compute, so that something is written.
@@ -156,7 +156,7 @@ def _lies_turned(num_columns: int, size: int) -> bool:
     """
 
     def taken(rows: int, columns: int) -> int:
-        return _padded(rows, SUBLANES) * _padded(columns, LANES)
+        return padded(rows, SUBLANES) * padded(columns, LANES)
 
     return taken(size, num_columns) < taken(num_columns, size)
 
@@ -168,19 +168,30 @@ def _kernel(
     visit = pl.program_id(2)
     tile, low, high = tiles[visit], lows[visit], highs[visit]
 
-    @pl.when((visit == 0) | (tiles[jnp.maximum(visit - 1, 0)] != tile))
-    def _() -> None:
-        out[...] = jnp.zeros(out.shape, out.dtype)
+    zero_new_tile(tiles, visit, out)
 
     @pl.when(high > low)
     def _() -> None:
         y = product(x[...], w[0])
         if gate is not None:
             y = (jax.nn.silu(y) if gate == "silu" else jax.nn.gelu(y, approximate=True)) * product(x[...], w[1])
-        row = tile * out.shape[0] + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
-        # In float32, because not every chip selects among numbers of 16 bits.
-        kept = jnp.where((row >= low) & (row < high), y, out[...].astype(jnp.float32))
-        out[...] = kept.astype(out.dtype)
+        out[...] = with_rows(out[...], y, low - tile * out.shape[0], high - tile * out.shape[0])
+
+
+def zero_new_tile(tiles: Any, visit: jax.Array, out: Any) -> None:
+    """Fills a tile of the result with zeros in the first visit of it."""
+
+    @pl.when((visit == 0) | (tiles[jnp.maximum(visit - 1, 0)] != tiles[visit]))
+    def _() -> None:
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+
+def with_rows(tile: jax.Array, rows: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns a tile in which rows `low` to `high` are those of `rows`, in its dtype."""
+    row = jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
+    # In float32, because not every chip selects among numbers of 16 bits.
+    mixed = jnp.where((row >= low) & (row < high), rows, tile.astype(jnp.float32))
+    return mixed.astype(tile.dtype)
 
 
 def _product(x: jax.Array, w: jax.Array, contracted: int) -> jax.Array:

@@ -88,7 +88,7 @@ def test_equals_float64(way: Way) -> None:
 
 def test_visits_only_groups_with_rows() -> None:
     case = next(case for case in CASES if case.name == "sixteen-tokens")
-    tiles, matrices, lows, highs = map(np.asarray, tpu._visits(jnp.asarray(case.starts), 64 + 40, 16, FIRST))
+    tiles, matrices, lows, highs = map(np.asarray, tpu.visits_of(jnp.asarray(case.starts), 64 + 40, 16, FIRST))
     # All seven tiles are visited, four of them once for each group that has rows in them.
     of_rows = np.repeat(np.arange(len(case.counts)), case.counts)
     wanted = [(tile, FIRST + group) for tile in range(4) for group in np.unique(of_rows[tile * 16 : tile * 16 + 16])]

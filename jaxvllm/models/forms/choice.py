@@ -17,6 +17,7 @@ from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
 from jaxvllm.models.forms.tpu_experts import TpuExperts
+from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
 from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
@@ -58,9 +59,12 @@ class FewBitsForms:
                 interpret=self.backend.interpret,
             )
         if stored.is_by_row and stored.code == INT8:
-            return int8_form(self.backend.chip if isinstance(self.backend.chip, CpuChip) else None)
+            return int8_form(chip if isinstance(chip, CpuChip) else None)
+        groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+        if isinstance(chip, TpuChip) and not stored.is_by_row and takes_groups(group):
+            return TpuGroups(groups, chip, self.backend.interpret)
         if self.by_tile:
-            return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+            return groups
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
     def named(self, quantization: str) -> FewBits:

@@ -75,6 +75,28 @@ def packed(codes: Fill, per_byte: int) -> Fill:
     return codes if per_byte == 1 else fill
 
 
+def in_words(codes: Fill, per_word: int, words: Callable[[np.ndarray], np.ndarray]) -> Fill:
+    """Returns the function that fills with the `words` that some codes become, which are one each in as many bytes."""
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        for part, wide, at in _wider(out, start, per_word, np.dtype(np.uint8)):
+            codes(wide, at)
+            part[...] = words(wide)
+
+    return fill
+
+
+def swapped(values: Fill) -> Fill:
+    """Returns the function that fills [.., a, b] with what `values` fills [.., b, a] with."""
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        turned = np.zeros(out.shape, out.dtype).swapaxes(-1, -2).copy()
+        values(turned, (*start[:-2], start[-1], start[-2]))
+        out[...] = turned.swapaxes(-1, -2)
+
+    return fill
+
+
 def as_dtype(fill: Fill, dtype: DTypeLike) -> Fill:
     """Returns the function that fills arrays of another dtype of the same size with the bits that `dtype` has."""
     return lambda out, start: fill(out.view(jnp.dtype(dtype)), start)

@@ -72,22 +72,22 @@ class ScaledGroups(FewBits):
         *out, size = matrix.shape
         per_byte = self.code.per_byte
         inputs = shardings[CODES].shard_shape((*out, size // per_byte))[-1] * per_byte  # of each device
-        group = self._group(inputs)
-
-        def rounded(matrix: jax.Array) -> dict[str, jax.Array]:
-            by_group = matrix.astype(jnp.float32).reshape(*out, -1, group)
-            largest = jnp.max(jnp.abs(by_group), axis=-1)
-            scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
-            codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
-            made = {
-                CODES: _bits(codes.reshape(*out, -1), _held(self.code.dtype)),
-                SCALES: scales,
-            }
-            zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
-            return made | ({ZEROS: zeros} if self.has_zeros else {})
-
-        kept: dict[str, jax.Array] = jax.jit(rounded, out_shardings=dict(shardings))(matrix)
+        rounded = jax.jit(self.rounded, static_argnums=1, out_shardings=dict(shardings))
+        kept: dict[str, jax.Array] = rounded(matrix, self._group(inputs))
         return kept
+
+    def rounded(self, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
+        """Returns the arrays of a matrix that is rounded to groups of exactly that size."""
+        by_group = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, group)
+        largest = jnp.max(jnp.abs(by_group), axis=-1)
+        scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
+        codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
+        made = {
+            CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), _held(self.code.dtype)),
+            SCALES: scales,
+        }
+        zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
+        return made | ({ZEROS: zeros} if self.has_zeros else {})
 
     def _scales(self, exact: jax.Array) -> jax.Array:
         """Returns the scales nearest to these f32, or where they are powers of two, the nearest that are not below."""

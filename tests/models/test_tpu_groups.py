@@ -1,0 +1,135 @@
+"""The form of groups on TPUs: its words mean what checkpoints store, and rows are multiplied accordingly."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.form import Experts
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
+from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.forms.tpu_groups import TpuGroups
+from jaxvllm.models.ops import InStack, project
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import TpuChip, chip_named
+from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, UINT4, Code
+from tests.models.fixture import Fixture
+from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
+from tests.models.published.test_mxfp4 import gpt_oss, random_experts
+from tests.models.published.test_stored_bits import CASES, kept, load, of_projections
+from tests.models.published.written import fp8_checkpoint, resized, write_model
+
+CHIP = chip_named("v6e")
+assert isinstance(CHIP, TpuChip)
+BACKEND = Backend("tpu", CHIP, interpret=True)
+
+
+def on_tpu(size: int) -> Forms:
+    return Forms(stored=FewBitsForms(BACKEND, shards=size))
+
+
+def values(node: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The matrix [.., out, in] that a node stands for, by what its form says in words."""
+    if not isinstance(node, Matrix):
+        return np.asarray(node, np.float32)
+    assert isinstance(node.form, TpuGroups)
+    groups, arrays = node.form.groups, {name: np.asarray(array) for name, array in node.arrays.items()}
+    code, words, scales = groups.code, arrays["codes"].view(np.uint32).swapaxes(-1, -2), arrays["scales"]
+    bits = 8 // code.per_byte
+    # Of eight words, the codes at one place of both halves are 16 inputs: [.., eight words, place, word, half].
+    shifts = (
+        np.uint32(16) * np.arange(2, dtype=np.uint32)
+        + np.uint32(bits) * np.arange(16 // bits, dtype=np.uint32)[:, None]
+    )
+    of_words = words.reshape(*words.shape[:-1], -1, 1, 8, 1) >> shifts[:, None, :] & np.uint32((1 << bits) - 1)
+    numbers = code.table[of_words.reshape(*words.shape[:-1], -1)]
+    scales = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales.astype(np.float32)
+    minus = arrays["zeros"].astype(np.float32) if "zeros" in arrays else np.full_like(scales, code.zero)
+    *_, out, size = shape
+    parts_out = next(p for p in range(1, 9) if out % p == 0 and numbers.shape[-2] == p * -(-(out // p) // 128) * 128)
+    parts_in = next(p for p in range(1, 9) if size % p == 0 and numbers.shape[-1] == p * -(-(size // p) // 128) * 128)
+    numbers = numbers.reshape(*numbers.shape[:-2], parts_out, -1, numbers.shape[-1])[..., : out // parts_out, :]
+    numbers = numbers.reshape(*numbers.shape[:-3], out, -1)
+    group = numbers.shape[-1] // scales.shape[-2]
+    scales, minus = (np.repeat(array.swapaxes(-1, -2), group, -1) for array in (scales, minus))
+    wide = ((numbers - minus) * scales).reshape(*numbers.shape[:-1], parts_in, -1)
+    return wide[..., : size // parts_in].reshape(*numbers.shape[:-1], size)
+
+
+def assert_kept(params: Any, plain: Any) -> None:
+    """Checks that a tree means another one, in which nothing is in few bits."""
+    held = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Matrix))
+    for node, expected in zip(held, jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(values(node, expected.shape), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("name", ["int4", "awq", "gptq8", "nvfp4"])
+def test_codes_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    settings, parts, _ = CASES[name]
+    fixture = resized(Fixture.load("qwen3"), {100: 512}, intermediate_size=512)
+    path = of_projections(tmp_path, fixture, settings, parts)
+    for size, layout in ((1, "stacked"), (2, "separate")):
+        params = load(path, on_tpu(size), size, layout=layout)
+        # With zeros up to a multiple of 128 inputs, small matrices would take more than their values.
+        assert {"gate_up", "down"} <= kept(params)
+        assert_kept(params, load(path, Forms(), size, layout=layout))
+
+
+def test_blocks_of_fp8_are_kept_on_a_mesh(tmp_path: Path) -> None:
+    fixture = resized(Fixture.load("deepseek_v3"), {100: 512}, intermediate_size=512)
+    path, _ = fp8_checkpoint(tmp_path, fixture, (32, 16))
+    params = load(path, on_tpu(2), 2, layout="stacked")
+    assert {"gate_up", "down"} <= kept(params)
+    assert_kept(params, load(path, Forms(), 2, layout="stacked"))
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    fixture, tensors = gpt_oss(), {}
+    for name, weight in fixture.weights().items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            X, columns, rows = weight.shape
+            tensors |= random_experts(name, X, rows, columns)[0]
+        else:
+            tensors[name] = weight
+    path = write_model(tmp_path, fixture.config | {"quantization_config": MXFP4}, tensors)
+    params, plain = load(path, on_tpu(1)), load(path, Forms())
+    assert kept(params) == {"experts_gate_up", "experts_down"}
+    assert_kept(params, plain)
+
+
+@pytest.mark.parametrize(("code", "scale_dtype"), [(UINT4, "bfloat16"), (INT8, "float16"), (FLOAT4, "float8_e8m0fnu")])
+def test_a_matrix_is_rounded_as_elsewhere(code: Code, scale_dtype: str) -> None:
+    groups = ScaledGroups(code, 32, scale_dtype)
+    decl = ParamDecl((2, 24, 96), (None, "ffn", "embed"), storage="matrix")
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=decl.shape), jnp.float32)
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    form = TpuGroups(groups, CHIP, interpret=True)
+    ours, theirs = (kind.keep(matrix, dict.fromkeys(kind.declare(decl), place)) for kind in (form, groups))
+    assert {name: (array.shape, array.dtype) for name, array in ours.items()} == {
+        name: (part.shape, part.dtype_in("float32")) for name, part in form.declare(decl).items()
+    }
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 96)), jnp.float32)
+    expected = jax.jit(lambda x, arrays: groups.product(x, arrays, None))(x, theirs)
+    # The same as the second layer of a stack, and as two experts, of which one has no rows.
+    stack = {name: jnp.stack([jnp.zeros_like(array), array]) for name, array in ours.items()}
+    in_stack = jax.jit(lambda x, number: project(x, InStack(Matrix(form, stack), number)))
+    np.testing.assert_allclose(in_stack(x, jnp.int32(1)), expected, rtol=2e-5, atol=2e-5)
+    starts = jnp.array([0, 5, 5], jnp.int32)
+    one = jax.jit(lambda x, starts: form.grouped_product(x, Experts([ours]), starts))(x, starts)
+    np.testing.assert_allclose(one, expected[:, 0], rtol=2e-5, atol=2e-5)
+
+
+def test_is_chosen_for_tpus_where_groups_are_whole_registers() -> None:
+    forms = FewBitsForms(Backend("tpu", CHIP), shards=2)
+    assert forms.named("int4") == TpuGroups(ScaledGroups(UINT4, 128, "bfloat16", shards=2), CHIP)
+    assert isinstance(forms.named("int8"), ScaledRows) and isinstance(forms.named("fp8"), ScaledRows)
+    decl = ParamDecl((24, 40), (None, "ffn"), storage="matrix")
+    with pytest.raises(ValueError, match="a multiple of 16 on a TPU, and one has 20: use another"):
+        forms.named("int4").declare(decl)

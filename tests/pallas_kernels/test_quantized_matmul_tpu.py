@@ -1,0 +1,88 @@
+"""The product with matrices of few bits for TPUs, interpreted, against NumPy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.chips import CHIPS, TpuChip
+from pallas_kernels.quantized_matmul import tpu
+from pallas_kernels.quantized_matmul.cases import CASES, QuantizedCase
+from pallas_kernels.quantized_matmul.tpu_words import in_words
+from tests.pallas_kernels.test_quantized_matmul import Stored, assert_near, rows
+
+TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
+FIRST = 1  # the matrices follow another one
+
+
+@pytest.fixture(autouse=True)
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints what it finds: races, and copies that nobody waited for."""
+    yield
+    printed = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in printed and "non-zero count" not in printed, printed
+
+
+def padded(array: np.ndarray, *units: int) -> np.ndarray:
+    """The array with zeros after the last rows and columns, so many that these numbers divide its last sides."""
+    more = [(0, 0)] * (array.ndim - len(units)) + [(0, -array.shape[i - len(units)] % u) for i, u in enumerate(units)]
+    return np.pad(array, more)
+
+
+def matrices_of(stored: Stored) -> tpu.QuantizedMatrices:
+    """The matrices as the kernel takes them, one of P."""
+    code, codes, case = stored.case.code, stored.codes.view(np.uint8), stored.case
+    if code.per_byte == 2:
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+
+    def turned(array: np.ndarray) -> jax.Array:
+        groups = padded(array, 1, tpu.INPUTS // case.group)
+        return jnp.asarray(groups.swapaxes(-1, -2)[:, None])
+
+    scales = stored.scales
+    if case.scale_dtype == "float8_e8m0fnu":
+        scales = scales.view(np.uint8)
+    elif case.scale_dtype == "float16":
+        scales = scales.astype(np.float32)
+    zeros = None if stored.zeros is None else turned(stored.zeros)
+    words = jnp.asarray(in_words(code, padded(codes, 128, tpu.INPUTS)).swapaxes(-1, -2)[:, None])
+    return tpu.QuantizedMatrices(code, words, turned(scales), zeros)
+
+
+@dataclass(frozen=True)
+class Way:
+    case: QuantizedCase
+    dtype: str = "bfloat16"
+    chip: str = "v6e"
+
+    def __str__(self) -> str:
+        return "-".join((self.case.name, self.dtype, self.chip))
+
+
+WAYS = [Way(case) for case in CASES] + [
+    Way(CASES[0], chip="v5e"),
+    Way(CASES[1], "float32"),
+    Way(CASES[4], chip="v5e"),
+    Way(CASES[5], chip="v5p"),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_equals_numpy(way: Way) -> None:
+    case, chip = way.case, TPUS[way.chip]
+    stored = Stored.random(case, FIRST + 1)
+    w, x = matrices_of(stored), rows(case, way.dtype)
+    wide = jnp.pad(x, ((0, 0), (0, w.size - case.size_in)))
+    blocks = tpu.choose_blocks(wide, w, 1, chip)
+    assert blocks is not None
+
+    @jax.jit
+    def run(x: jax.Array, first: jax.Array) -> jax.Array:
+        starts = jnp.array([0, len(x)], jnp.int32)
+        return tpu.quantized_matmul(x, w, starts, first, blocks=blocks, chip=chip, interpret=True)
+
+    result = run(wide, jnp.int32(FIRST))[:, 0, : case.size_out]
+    assert_near(result, x, stored.matrices[FIRST])
