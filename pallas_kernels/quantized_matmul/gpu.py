@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -34,7 +35,7 @@ from pallas_kernels.mosaic_gpu import (
     swizzled,
 )
 from pallas_kernels.quantized_matmul.code import Code
-from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers
+from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers, twice
 
 # The rows of x of a unit. A matrix unit takes a multiple of eight, and 128 x 64 sums, twice, are half of a thread's
 # registers: those of a group beside those of all groups before it. Where a stage has several groups, sums of the next
@@ -46,6 +47,7 @@ THREADS = HALVES + 1
 # The bytes of a row of codes in a stage: a line of the L2. With many rows of x, whose stages are larger, half of one.
 LINE, HALF_LINE, MOST_OF_LINES = 128, 64, 32
 MOST_STAGES = 8
+LEAST_SWIZZLE = 32  # bytes; one of them must divide a row
 # The fewest inputs that are worth a unit of their own, whose sums in float32 XLA adds to those of the others.
 LEAST_INPUTS = 1024
 # The sums of a thread in the parts of a stage that are multiplied before any is scaled.
@@ -72,6 +74,12 @@ def takes_group(code: Code, group: int) -> bool:
     return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
 
 
+def takes_inputs(code: Code, inputs: int) -> bool:
+    """Tells whether the copy engine takes rows of so many codes: 64 bytes or more, and a multiple of 32."""
+    num_bytes, rest = divmod(inputs, code.per_byte)
+    return rest == 0 and num_bytes >= HALF_LINE and num_bytes % LEAST_SWIZZLE == 0
+
+
 def choose_tiles(
     x: jax.Array | jax.ShapeDtypeStruct,
     matrix: tuple[int, int],
@@ -89,9 +97,8 @@ def choose_tiles(
     """
     out, size = matrix
     num_bytes = size // code.per_byte
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not takes_group(code, group):
-        return None
-    if out < TILE or num_bytes < HALF_LINE or num_bytes % SWIZZLES[-2] or size % code.per_byte:
+    is_taken = out >= TILE and takes_inputs(code, size) and takes_group(code, group)
+    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not is_taken:
         return None
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
@@ -158,7 +165,15 @@ def quantized_matmul(
     ctas = min(chip.num_sms, len(visits) * blocks * tiles.splits)
 
     def kernel(
-        x: Ref, codes: Ref, scales: Ref, zeros: Ref, visits: Ref, num_visits: Ref, out: Ref, **memory: Ref
+        x: Ref,
+        codes: Ref,
+        scales: Ref,
+        zeros: Ref,
+        visits: Ref,
+        num_visits: Ref,
+        masks: Ref,
+        out: Ref,
+        **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
@@ -183,7 +198,8 @@ def quantized_matmul(
         @pl.when(thread < tiles.halves)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            walk(lambda unit, done: build.compute(thread, unit, done, scales, zeros, out, memory))
+            factors = _Factors(scales, zeros, tuple(masks[i] for i in range(masks.shape[0])))
+            walk(lambda unit, done: build.compute(thread, unit, done, factors, out, memory))
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(_: jax.Array) -> None:
@@ -204,7 +220,15 @@ def quantized_matmul(
         compiler_params=plgpu.CompilerParams(),
         interpret=interpretation(interpret),
         kernel_name="quantized_matmul",
-    )(x, lax.bitcast_convert_type(codes, jnp.uint8), scales, scales if zeros is None else zeros, visits, num_visits)
+    )(
+        x,
+        lax.bitcast_convert_type(codes, jnp.uint8),
+        scales,
+        scales if zeros is None else zeros,
+        visits,
+        num_visits,
+        jnp.array([twice(mask) for mask in build.registers.masks]),
+    )
     return out.sum(0).astype(dtype)[:, :num_columns]
 
 
@@ -217,6 +241,14 @@ class _QuantizedUnit(NamedTuple):
     high: jax.Array
     column: jax.Array
     split: jax.Array
+
+
+class _Factors(NamedTuple):
+    """The scales and zeros of codes in global memory, and the masks that decode them in registers."""
+
+    scales: Ref
+    zeros: Ref
+    masks: tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -314,8 +346,7 @@ class QuantizedProduct:
         half: jax.Array,
         unit: _QuantizedUnit,
         done: jax.Array,
-        scales: Ref,
-        zeros: Ref,
+        factors: _Factors,
         out: Ref,
         memory: dict[str, Ref],
     ) -> None:
@@ -330,23 +361,22 @@ class QuantizedProduct:
             groups = [lax.div(step * self.inputs + begin, jnp.int32(self.group)) for begin in begins]
             return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
 
-        def factors(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-            return of_groups(scales, step), of_groups(zeros, step) if self.has_zeros else ()
+        def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+            return of_groups(factors.scales, step), of_groups(factors.zeros, step) if self.has_zeros else ()
 
         def multiply(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            (scale, zero), total = carry
-            later = factors(first + jnp.minimum(step + 1, self.steps - 1))  # under way while this stage is computed
+            (scales, zeros), total = carry
+            later = of_stage(first + jnp.minimum(step + 1, self.steps - 1))  # under way while this stage is computed
             slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
             plgpu.barrier_wait(memory["here"].at[slot])
             words = self.registers.words(memory["matrices"].at[slot, pl.ds(half * TILE, TILE)])
-            rows = memory["rows"].at[slot]
-            total = self._plus(total, words, rows, scale, zero)
+            total = self._plus(total, words, memory["rows"].at[slot], scales, zeros, factors.masks)
             plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
             plgpu.barrier_arrive(memory["free"].at[slot])
             return later, total
 
         total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
-        _, total = lax.fori_loop(0, self.steps, multiply, (factors(first), total))
+        _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), total))
         staging = memory["staging"].at[half]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging.transpose((1, 0))[...] = plgpu.layout_cast(total.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
@@ -361,6 +391,7 @@ class QuantizedProduct:
         rows: Ref,
         scales: tuple[jax.Array, ...],
         zeros: tuple[jax.Array, ...],
+        masks: tuple[jax.Array, ...],
     ) -> jax.Array:
         """Adds the products of a stage to total f32[64, tokens]."""
         width = self.unit // (self.code.per_byte * WORD_BYTES)
@@ -368,7 +399,7 @@ class QuantizedProduct:
 
             def matrix(part: int) -> jax.Array:
                 of_part = words[:, part * width : (part + 1) * width]
-                return self.registers.decoded(of_part, zeros[part] if zeros else None)
+                return self.registers.decoded(of_part, zeros[part] if zeros else None, masks)
 
             operands = [
                 (matrix(part), rows.at[:, pl.ds(part * self.unit, self.unit)].transpose((1, 0))) for part in parts
@@ -400,8 +431,7 @@ class QuantizedProduct:
 
 
 def _as_float(scale: jax.Array, dtype: str) -> jax.Array:
-    """Returns scales, or the bits of scales, in float32."""
+    """Returns scales, or the bits of scales, in float32. The power 2^-127, which no number of it needs, becomes 0."""
     if dtype != "float8_e8m0fnu":
         return scale.astype(jnp.float32)
-    exponent = scale.astype(jnp.uint32)  # of a float, whose last power, 2^-127, is a number below the normal ones
-    return lax.bitcast_convert_type(jnp.where(exponent > 0, exponent << 23, jnp.uint32(1 << 22)), jnp.float32)
+    return lax.bitcast_convert_type(scale.astype(jnp.uint32) << np.uint32(23), jnp.float32)

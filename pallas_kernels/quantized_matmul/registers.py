@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref
-from pallas_kernels.quantized_matmul.code import Code
+from pallas_kernels.quantized_matmul.code import INT8, Code
 
 WORD_BYTES = 4
 _WARPGROUP_THREADS = 128
@@ -69,47 +69,62 @@ class Registers:
 
         return _inlined(renamed, (_BYTES,), _Held(shape, jnp.uint32, layout=_WORDS))(plgpu.load(codes, layout=_BYTES))
 
-    def decoded(self, words: jax.Array, zeros: jax.Array | None) -> jax.Array:
-        """Returns the numbers of words u32[64, W] minus zeros [64], or minus the code's own zero: f[64, W numbers].
+    @property
+    def masks(self) -> tuple[int, ...]:
+        """The half words that choose bits of a code, for `decoded`. A kernel takes their words from memory.
 
-        Nothing is rounded. The columns are those of `QuantizedProduct.reordered`.
+        ptxas makes a constant anew for each instruction that has two of them, which would be 64 of 341 instructions
+        of a stage of int4.
         """
         if self.code.name in _FLOATS:
-            return self._floats(words)
+            return 1 << 15, (1 << self._size) - 1 << self._at
+        return (15,) if self.code.name == "uint4" else (255,) if _MANTISSA[self.dtype.name] >= 8 else (127, 128)
+
+    def decoded(self, words: jax.Array, zeros: jax.Array | None, masks: Sequence[jax.Array]) -> jax.Array:
+        """Returns the numbers of words u32[64, W] minus zeros [64], or minus the code's own zero: f[64, W numbers].
+
+        Nothing is rounded. The columns are those of `QuantizedProduct.reordered`. `masks` are words u32[] of the half
+        words that the property says.
+        """
+        if self.code.name in _FLOATS:
+            return self._floats(words, *masks)
         mantissa, bias = _MANTISSA[self.dtype.name], _BIAS[self.dtype.name]
         # The bits of a small integer are the last ones of the mantissa of this float plus the integer.
         base = 2**mantissa
-        magic = _twice(mantissa + bias << mantissa)
-        if self.code.name == "uint4":
-            values = self._paired([words >> _u32(4 * pair) & _twice(15) | magic for pair in range(self.pairs)])
-        elif mantissa >= 8:
-            # The sign's bit counts as 128 when it is flipped.
-            flipped = words ^ _twice(128 << 8 | 128)
-            values = self._paired([flipped >> _u32(8 * pair) & _twice(255) | magic for pair in range(self.pairs)])
-            base += 128
-        else:
+        magic = twice(mantissa + bias << mantissa)
+        width = 8 // self.code.per_byte
+        if self.code == INT8 and mantissa >= 8:  # the sign's bit counts as 128 when it is flipped
+            words, base = words ^ twice(128 << 8 | 128), base + 128
+        shifted = [words >> np.uint32(width * pair) for pair in range(self.pairs)]
+        values = self._paired([word & masks[0] | magic for word in shifted])
+        if len(masks) > 1:
             # The seven bits beside the sign, minus what the sign's bit stands for: as the last bit of the exponent, it
             # makes 256 of 128.
-            sizes = self._paired([words >> _u32(8 * pair) & _twice(127) | magic for pair in range(self.pairs)])
-            signs = self._paired([words >> _u32(8 * pair) & _twice(128) | magic for pair in range(self.pairs)])
-            values, base = sizes - signs, 0
+            values, base = values - self._paired([word & masks[1] | magic for word in shifted]), 0
         if zeros is not None:
             minus = (zeros.astype(jnp.float32) + base).astype(self.dtype)
             return values - self._spread(minus, values.shape)
         minus = base + self.code.zero
         return values - jnp.asarray(minus, self.dtype) if minus else values
 
-    def _floats(self, words: jax.Array) -> jax.Array:
+    @property
+    def _size(self) -> int:
+        """The bits of the exponent and the mantissa of a code that is a float, which lie below the sign."""
+        return 8 // self.code.per_byte - 1
+
+    @property
+    def _at(self) -> int:
+        """The place in a half word of the last bit of the mantissa of a code that is a float."""
+        return _MANTISSA[self.dtype.name] - _FLOATS[self.code.name][0]
+
+    def _floats(self, words: jax.Array, sign: jax.Array, rest: jax.Array) -> jax.Array:
         """Moves the bits of floats to where those of a wider float are, whose exponent means another power of two."""
-        width = 8 // self.code.per_byte
-        mantissa, bias = _FLOATS[self.code.name]
-        size = width - 1  # of exponent and mantissa, which lie below the sign
-        at = _MANTISSA[self.dtype.name] - mantissa
         pairs = []
         for pair in range(self.pairs):
-            aligned = words << _u32(16 - width * (pair + 1))  # so that signs are the first bits of half words
-            pairs.append(aligned & _twice(1 << 15) | aligned >> _u32(15 - size - at) & _twice((1 << size) - 1 << at))
-        return self._raised(self._paired(pairs), _BIAS[self.dtype.name] - bias)
+            # Signs are the first bits of half words.
+            aligned = words << np.uint32(16 - (self._size + 1) * (pair + 1))
+            pairs.append(aligned & sign | aligned >> np.uint32(15 - self._size - self._at) & rest)
+        return self._raised(self._paired(pairs), _BIAS[self.dtype.name] - _FLOATS[self.code.name][1])
 
     def _raised(self, values: jax.Array, exponent: int) -> jax.Array:
         """Multiplies by 2**exponent. XLA:CPU would take the numbers below the normal ones for zero."""
@@ -218,10 +233,6 @@ def _array(registers: Iterable[Any], layout: Any, shape: tuple[int, ...], is_sig
     return mgpu.FragmentedArray(_registers=held, _layout=layout, _is_signed=is_signed)
 
 
-def _u32(number: int) -> np.uint32:
-    return np.uint32(number)
-
-
-def _twice(half: int) -> np.uint32:
+def twice(half: int) -> np.uint32:
     """Returns a word of two equal halves."""
     return np.uint32(half << 16 | half)

@@ -15,7 +15,7 @@ from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
 from pallas_kernels.quantized_matmul.gpu import QuantizedTiles
-from pallas_kernels.quantized_matmul.registers import Registers
+from pallas_kernels.quantized_matmul.registers import Registers, twice
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
 # An idle multiprocessor costs the interpreter as much as a busy one.
@@ -107,7 +107,8 @@ def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
         product = gpu.QuantizedProduct(
             tiles, code, "float32", False, jnp.dtype(dtype), 512, 128, 64, matrix_unit_of(GPUS["h200"]), True
         )
-        decoded = registers.decoded(words, None if minus is None else jnp.asarray(minus))
+        masks = [twice(mask) for mask in registers.masks]
+        decoded = registers.decoded(words, None if minus is None else jnp.asarray(minus), masks)
         np.testing.assert_array_equal(np.asarray(decoded, np.float32), product.reordered(jnp.asarray(expected)))
 
 

@@ -48,7 +48,7 @@ class FewBitsForms:
     def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none."""
         chip = self.backend.chip
-        if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes(stored.code, group)):
+        if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
             return GpuGroups(
                 stored.code,
                 group,
