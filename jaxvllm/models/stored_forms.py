@@ -79,7 +79,10 @@ def _form(
     if whole.shape[-1] != inputs:
         moved = [(box.start[-1], box.shape[-1], origin[-1]) for box, origin in spread_boxes(decl, whole)]
         group = math.gcd(group, *(number for numbers in moved for number in numbers))
-    return None if group % way.code.per_byte else forms.of(replace(way, rounds_tokens=weights.rounds_tokens), group)
+    if group % way.code.per_byte:
+        return None
+    form = forms.of(replace(way, rounds_tokens=weights.rounds_tokens), group)
+    return form if form is not None and form.takes(whole.shape[-1] // shards) else None
 
 
 def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:

@@ -47,6 +47,7 @@ THREADS = HALVES + 1
 # The bytes of a row of codes in a stage: a line of the L2. With many rows of x, whose stages are larger, half of one.
 LINE, HALF_LINE, MOST_OF_LINES = 128, 64, 32
 MOST_STAGES = 8
+LEAST_SWIZZLE = 32  # bytes; one of them must divide a row
 # The fewest inputs that are worth a unit of their own, whose sums in float32 XLA adds to those of the others.
 LEAST_INPUTS = 1024
 # The sums of a thread in the parts of a stage that are multiplied before any is scaled.
@@ -73,6 +74,12 @@ def takes_group(code: Code, group: int) -> bool:
     return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
 
 
+def takes_inputs(code: Code, inputs: int) -> bool:
+    """Tells whether the copy engine takes rows of so many codes: 64 bytes or more, and a multiple of 32."""
+    num_bytes, rest = divmod(inputs, code.per_byte)
+    return rest == 0 and num_bytes >= HALF_LINE and num_bytes % LEAST_SWIZZLE == 0
+
+
 def choose_tiles(
     x: jax.Array | jax.ShapeDtypeStruct,
     matrix: tuple[int, int],
@@ -90,9 +97,8 @@ def choose_tiles(
     """
     out, size = matrix
     num_bytes = size // code.per_byte
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not takes_group(code, group):
-        return None
-    if out < TILE or num_bytes < HALF_LINE or num_bytes % SWIZZLES[-2] or size % code.per_byte:
+    is_taken = out >= TILE and takes_inputs(code, size) and takes_group(code, group)
+    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not is_taken:
         return None
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)

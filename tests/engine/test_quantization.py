@@ -1,7 +1,9 @@
 """Engines whose matrices have few bits: one text whatever multiplies, on every mesh, and weights that are replaced."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.forms.tpu_groups import TpuGroups
 from jaxvllm.models.heads.head import DRAFT
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.quantized_matmul.code import E4M3
-from tests.engine.tiny import all_drafts_or_none, greedy_tokens, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, all_drafts_or_none, greedy_tokens, random_prompts, tiny_llm, write_tiny_checkpoint
 from tests.models.dense import dense_logits
+from tests.models.fixture import Fixture
 from tests.models.published.test_packed_integers import compressed, packed
-from tests.models.published.written import write_model
+from tests.models.published.written import resized, write_model
+from tests.quick import quick_compilation
 
 PROMPTS = random_prompts(3, 20, seed=7)
 
@@ -120,6 +125,30 @@ def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None
     form = FewBitsForms(by_tile=True).named("int4_g32")
     with tiny_llm(tiny_checkpoint, quantization="int4_g32", dtype="float32") as llm:
         assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms(layers=form))
+
+
+@pytest.mark.slow
+def test_the_kernel_for_tpus_gives_the_tokens_of_the_decoded_model_on_a_mesh(tmp_path: Path) -> None:
+    # One layer, of which two devices have whole groups of 32. The prompts come in chunks, and two share a page.
+    whole = resized(Fixture.load("qwen3"), {100: 128}, intermediate_size=128)
+    config = whole.config | {"num_hidden_layers": 1}
+    shapes = {name: shape for name, shape in whole.shapes.items() if not re.search(r"layers\.[1-9]", name)}
+    path = write_tiny_checkpoint(tmp_path, replace(whole, config=config, shapes=shapes))
+    prompts = [list(range(1, 36)), [7], list(range(1, 36))]
+    few = dict(max_num_seqs=4, row_buckets=(4,), num_pages=33, max_model_len=64, max_decode_burst=2)
+    found = []
+    for backend, of_mesh in (("reference", "1x1"), ("interpret", "1x2")):
+        options = few | {"attention_backend": backend, "mesh": of_mesh, "quantization": "int4_g32"}
+        with quick_compilation(), tiny_llm(path, dtype="float32", warm_up="background", **options) as llm:
+            held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
+            kinds = {type(node.form) for node in held if isinstance(node, Matrix)}
+            assert kinds == {TpuGroups if backend == "interpret" else ScaledGroups}
+            outputs = llm.generate(prompts, replace(GREEDY, max_tokens=3, logprobs=1), use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+    expected, got = found
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+    for one, other in zip(got, expected, strict=True):
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
 
 
 def test_groups_need_a_kernel_beside_cpus() -> None:

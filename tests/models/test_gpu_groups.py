@@ -80,5 +80,7 @@ def test_is_chosen_for_gpus_alone() -> None:
         assert form == GpuGroups(code, group, scale_dtype, has_zeros, 2, chip=CHIP)
     assert on_gpu.of(StoredAs(FLOAT4, 16, "float32"), 16) is None  # NVFP4
     assert isinstance(FewBitsForms().of(StoredAs(INT8, None, "float32"), None), ScaledRows)
+    # The second matrix of gpt-oss on one GPU, and on two, whose rows of 720 bytes no swizzle divides.
+    assert [FORM.takes(inputs) for inputs in (2880, 1440)] == [True, False]
     forms = Forms.chosen("int4", Backend("gpu", CHIP), may_turn=False)
     assert forms.layers == forms.experts == GpuGroups(UINT4, 128, "bfloat16", chip=CHIP)

@@ -57,6 +57,10 @@ class Elements:
 class FewBits(Form):
     """A form whose arrays hold the numbers of a checkpoint as they are, so that nothing is decoded to load it."""
 
+    def takes(self, inputs: int) -> bool:
+        """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
+        return True
+
     @abstractmethod
     def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
         """Returns the functions that fill the arrays which `declare` tells for this matrix."""

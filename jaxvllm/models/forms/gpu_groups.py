@@ -29,11 +29,16 @@ class GpuGroups(ScaledGroups):
     reads_stacks: ClassVar[bool] = True
 
     @staticmethod
-    def takes(code: Code, group: int) -> bool:
+    def takes_group(code: Code, group: int) -> bool:
         """Tells whether the kernel takes groups of so many inputs."""
         from pallas_kernels.quantized_matmul import gpu
 
         return gpu.takes_group(code, group)
+
+    def takes(self, inputs: int) -> bool:
+        from pallas_kernels.quantized_matmul import gpu
+
+        return gpu.takes_inputs(self.code, inputs)
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_in_stack(x, {name: array[None] for name, array in arrays.items()}, 0, dtype)
