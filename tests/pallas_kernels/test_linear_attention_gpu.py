@@ -145,7 +145,8 @@ def take_by_chunks(kind: Kind, chip: GpuChip, pages: Any, rows: RaggedRows, toke
     assert unit is not None
     plan = gpu.plan_chunks(rows, 16, rows.query_lens() > gpu.FEW_TOKENS)
     rest = rest[: len(plan.visits)]
-    return plan, *gpu.take_chunks(pages, jnp.int32(LAYER), plan, tokens, rest, unit=unit, chip=chip)
+    read = jnp.full((len(rows.token_rows), GROUPS, kind.heads, kind.values), 7.0)
+    return plan, *gpu.take_chunks(pages, read, jnp.int32(LAYER), plan, tokens, rest, unit=unit, chip=chip)
 
 
 @pytest.mark.parametrize(("name", "chip"), [*((name, "h200") for name in CHUNKED), ("selective scan", "b200")])
@@ -184,7 +185,7 @@ def test_chunks_of_rows(name: str, chip: str) -> None:
             if page and (position == starts[row] + lens[row] - 1 or position % 16 == 15):
                 of_page = np.concatenate([state.reshape(GROUPS, -1, W), rest_of.pop(page)], axis=1)
                 expected_pages[LAYER, page] = of_page
-    assert not rest_of
+    assert not rest_of and np.all(read[begins[1]] == 7) and np.all(read[begins[-1] :] == 7)
     np.testing.assert_allclose(got, expected_pages, atol=1e-5, rtol=2e-5)
 
 

@@ -20,7 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.linear_attention.gpu.factors import CHUNK, PARTS, chunk_factors, split
+from pallas_kernels.linear_attention.gpu.factors import (
+    CHUNK,
+    PARTS,
+    chunk_factors,
+    split,
+)
 from pallas_kernels.linear_attention.gpu.single import StateTokens
 from pallas_kernels.linear_attention.visits import chunk_visits
 from pallas_kernels.mosaic_gpu import (
@@ -222,6 +227,7 @@ def choose_chunks(
 
 def take_chunks(
     pages: jax.Array,
+    read: jax.Array,
     place: jax.Array | int,
     plan: ChunkPlan,
     tokens: StateTokens,
@@ -230,7 +236,9 @@ def take_chunks(
     unit: ChunkUnit,
     chip: GpuChip,
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes the tokens of the rows of a plan into the states of layer `place`, as `take_tokens` does.
+    """Takes the tokens of the rows of a plan into the states of layer `place`, and returns `read` and the pages.
+
+    It does what `take_tokens` does, and puts what is read for these tokens into its `read`, in place.
 
     rest  # f32[V, K, the other rows, W]: what pages get beside the matrices
     """
@@ -245,6 +253,7 @@ def take_chunks(
         "values": factors.values.reshape(*factors.values.shape[:2], -1),
         "rest": rest,
         "pages": jax.new_ref(pages),
+        "read": jax.new_ref(read.reshape(num_tokens, groups, -1)),
     }
     pieces, parts = unit.pieces, heads * size // TILE
     of_row = groups * parts
@@ -253,8 +262,7 @@ def take_chunks(
     rest_layout = plgpu.Layout.WG_STRIDED(rest.shape[2:], next(size for size in (4, 2, 1) if each % size == 0))
 
     def kernel(*refs: Ref, **memory: Ref) -> None:
-        *inputs, out = refs
-        at = dict(zip(given, inputs, strict=True))
+        at = dict(zip(given, refs, strict=True))
         cta = lax.axis_index("cta")
 
         def take_row(index: jax.Array, done: jax.Array) -> jax.Array:
@@ -326,12 +334,12 @@ def take_chunks(
                     errors = errors - said[0]
                 errors = jnp.where(_of_columns(at["of_tokens"].at[own]) == visit, errors, 0.0)
                 if unit.corrects:
-                    [errors] = times([_zeros()], errors)
+                    [errors] = times([_zeros()], errors, turned=False)
                 [read] = times([read], errors)
                 _store_turned(read, memory["values"])
                 plgpu.commit_smem()
                 low, high = at["visits"][visit, 1], at["visits"][visit, 2]
-                _copy_rows(memory["values"], out.at[:, group, lines], begin, low, high)
+                _copy_rows(memory["values"], at["read"].at[:, group, lines], begin, low, high)
                 kept = at["kept"].at[visit, group, head]
                 keys = [pl.ds(block * LANES, LANES) for block in unit.blocks]
                 kept = [_of_columns(kept.at[own]) for own in keys] if by_channel else [kept[0]] * len(keys)
@@ -365,16 +373,16 @@ def take_chunks(
         lax.fori_loop(0, count, take_row, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    out: jax.Array = plgpu.kernel(
+    plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_tokens, groups, heads * size), jnp.float32),
+        out_type=(),
         scratch_types=unit.memory,
         grid=(ctas,),
         grid_names=("cta",),
         interpret=interpretation(unit.interpret),
         kernel_name="take_chunks",
     )(*given.values())
-    return out.reshape(tokens.values.shape), jax.freeze(given["pages"])
+    return jax.freeze(given["read"]).reshape(read.shape), jax.freeze(given["pages"])
 
 
 def _plus(total: jax.Array, x: jax.Array, y: Ref) -> jax.Array:
