@@ -1,20 +1,26 @@
-"""Counts the kernels and the bytes of one layer with states for a GPU, in plain XLA and with our kernel.
+"""Counts what one layer with states takes of a GPU: in plain XLA, and with our kernels token by token and by chunks.
 
 Nothing runs: the programs are compiled for a GPU that is not here, in the environment .aot. A loop over rows counts as
 often as the step has rows, or runs of a prompt, and a condition as its branch with more kernels. The host waits for a
 number of each turn of a loop and of each condition, which is counted, too. The bytes of a fusion are those of its
 operands and results, but a slice of pages has only those that it reads or writes. The least bytes are each state read
-and written once, and the tokens. It prints a table and writes benchmarks/results/states-gpu-DATE-COMMIT.json.
+and written once, and the tokens.
+
+What a row's next token waits for is counted in the loop that takes tokens in, by instructions of PTX of one warp and by
+the time of matrix units, per token. It prints tables and writes benchmarks/results/states-gpu-DATE-COMMIT.json.
 
     .aot/bin/python -m benchmarks.states_gpu [CHIP]
 """
 
 import argparse
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +29,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.result_files import machine, write_record
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
-from jaxvllm.models.gpu_states import GpuStates
+from jaxvllm.models.gpu_states import GpuStates, GpuStatesPlan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
 from jaxvllm.planner.hlo import HloInstruction, array_bytes, parse_hlo
 from pallas_kernels.backend import Backend
-from pallas_kernels.chips import chip_named
+from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.deviceless import compile_only_devices
+from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_states
+from pallas_kernels.linear_attention.gpu.factors import CHUNK
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -40,6 +48,7 @@ MEMORY = StateMemory(16, RecurrentRule(CausalConv(DELTA.channels, 4), DELTA))
 PAGE_SIZE, NUM_PAGES, LAYERS = 64, 512, 2
 PAGE_BYTES = MEMORY.page_bytes(PAGE_SIZE, jnp.bfloat16)
 PAGES_BYTES = LAYERS * NUM_PAGES * PAGE_BYTES
+type Way = Literal["XLA", "tokens", "chunks"]
 # What XLA:GPU makes no kernel of.
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id"}
 
@@ -97,6 +106,7 @@ class Counter:
 
     hlo: str
     step: StateStep
+    way: Way
 
     @cached_property
     def computations(self) -> dict[str, list[HloInstruction]]:
@@ -131,6 +141,8 @@ class Counter:
                 return self._of_computation(_named(instruction, "to_apply"))
             case "fusion":
                 return Counted(kernels=1, num_bytes=self._bytes_of_fusion(instruction, shapes))
+        if self.way == "chunks" and "take_tokens" in instruction.rest:  # for it this step has no rows
+            return Counted(kernels=1)
         if "mosaic_gpu" in instruction.rest:  # ours, in whose pages it touches only the states of its rows
             arrays = [*(shapes[name] for name in _operands(instruction)), *_arrays(instruction.shape)]
             sizes = [size for size in map(array_bytes, arrays) if size < PAGES_BYTES]
@@ -197,7 +209,30 @@ def _named(instruction: HloInstruction, attribute: str) -> str:
     return found[1]
 
 
-def compile_step(step: StateStep, backend: Backend, mesh: Any, with_kernel: bool) -> jax.stages.Compiled:
+@dataclass(frozen=True)
+class TokenPath:
+    """The work of one warp, and of its multiprocessor's matrix units, before a row's next token can be taken in."""
+
+    instructions: float  # of PTX, for each token; moves between registers are not counted
+    matrix_cycles: float  # for each token, at the full rate of the chip
+
+    @classmethod
+    def read(cls, ptx: str, way: Way, chip: GpuChip) -> "TokenPath":
+        """Counts in the innermost loop that adds up, which takes in a token or a chunk."""
+        mark, tokens = ("wgmma.mma_async", CHUNK) if way == "chunks" else ("shfl.sync", 1)
+        lines = ptx.splitlines()
+        labels = {line[:-1]: number for number, line in enumerate(lines) if re.fullmatch(r"\$L\w+:", line)}
+        branches = ((number, re.search(r"\bbra[.\w]*\s+(\$L\w+);", line)) for number, line in enumerate(lines))
+        loops = [(labels[branch[1]], end) for end, branch in branches if branch and labels[branch[1]] < end]
+        bodies = (lines[begin:end] for begin, end in loops)
+        body = min((body for body in bodies if any(mark in line for line in body)), key=len)
+        products = [int(found[1]) for line in body if (found := re.search(r"wgmma\.\S+\.m64n(\d+)k16\.", line))]
+        rate = chip.bf16_flops / 2 / chip.num_sms / (chip.clock_ghz * 1e9)  # multiplications in a cycle
+        instructions = sum(bool(re.match(r"\s+(@!?%p\d+\s+)?(?!mov)[a-z][\w.:]*\s.*;$", line)) for line in body)
+        return cls((instructions + len(products)) / tokens, sum(64 * 16 * n for n in products) / rate / tokens)
+
+
+def compile_step(step: StateStep, backend: Backend, mesh: Any, way: Way) -> jax.stages.Compiled:
     """Compiles a layer of a step, which updates its pages in place."""
     everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
     num_tokens = step.rows * step.tokens if step.tokens == 1 else step.rows * step.tokens + PAGE_SIZE
@@ -207,11 +242,13 @@ def compile_step(step: StateStep, backend: Backend, mesh: Any, with_kernel: bool
 
     def run(pages: Any, place: Any, table: Any, starts: Any, lens: Any, weights: Any, tokens: Any) -> Any:
         rows = RaggedRows.build(table, starts, lens, num_tokens)
-        if not with_kernel:
+        if way == "XLA":
             return MEMORY.advance(pages, place, Columns(rows, PAGE_SIZE), weights, tokens)
         kernel = GpuStates.of(MEMORY, backend)
         assert kernel is not None
-        return kernel(pages, place, kernel.plan(rows, PAGE_SIZE), weights, tokens)
+        by_tokens = GpuStatesPlan(rows, plan_states(rows, PAGE_SIZE), None)
+        plan = by_tokens if way == "tokens" else kernel.plan(rows, PAGE_SIZE)
+        return kernel(pages, place, plan, weights, tokens)
 
     K, r = MEMORY.num_kv_heads, DELTA.values_per_key
     pages = MEMORY.pages(LAYERS, NUM_PAGES, PAGE_SIZE, jnp.bfloat16, backend)
@@ -230,17 +267,24 @@ def main() -> None:
     parser.add_argument("chip", nargs="?", default="h200")
     name = parser.parse_args().chip
     about, chip = machine(), chip_named(name)
+    if not isinstance(chip, GpuChip):
+        parser.error(f"{name} is no GPU")
     mesh = make_mesh(MeshShape(1, 1), compile_only_devices(chip, 1))
     backend = Backend.of_chip(chip)
-    results = []
+    results, paths = [], {}
     print(f"{'step':<16}{'':>8}{'kernels':>10}{'waits':>8}{'MB':>10}{'least MB':>10}{'ratio':>7}{'temps MB':>10}")
     for step in STEPS:
-        for with_kernel in (False, True):
-            compiled = compile_step(step, backend, mesh, with_kernel)
+        ways: tuple[Way, ...] = ("XLA", "tokens", "chunks") if step.tokens > FEW_TOKENS else ("XLA", "tokens")
+        for way in ways:
+            with TemporaryDirectory() as directory:
+                os.environ.update(MOSAIC_GPU_DUMP_TO=directory, MOSAIC_GPU_DUMP_PTX="1")
+                compiled = compile_step(step, backend, mesh, way)
+                for file in Path(directory).glob(f"take_{way}*.ptx"):
+                    if step.tokens > 1:
+                        paths[way] = TokenPath.read(file.read_text(), way, chip)
             hlo, memory = compiled.as_text(), compiled.memory_analysis()
             assert hlo is not None and memory is not None
-            counted = Counter(hlo, step).count()
-            way = "kernel" if with_kernel else "XLA"
+            counted = Counter(hlo, step, way).count()
             ratio, temps = counted.num_bytes / step.least_bytes, memory.temp_size_in_bytes
             print(
                 f"{step!s:<16}{way:>8}{counted.kernels:>10}{counted.host_waits:>8}{counted.num_bytes / 1e6:>10.1f}"
@@ -249,7 +293,10 @@ def main() -> None:
             )
             of_step = asdict(step) | {"way": way, "least_bytes": step.least_bytes, "temp_bytes": temps}
             results.append(of_step | asdict(counted))
-    print(write_record("states-gpu", about, {"chip": name, "steps": results}))
+    for way, path in paths.items():
+        print(f"{way}: {path.instructions:.1f} instructions and {path.matrix_cycles:.1f} matrix cycles for a token")
+    of_tokens = {way: asdict(path) for way, path in paths.items()}
+    print(write_record("states-gpu", about, {"chip": name, "steps": results, "token_paths": of_tokens}))
 
 
 if __name__ == "__main__":

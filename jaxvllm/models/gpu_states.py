@@ -137,10 +137,9 @@ class GpuStates:
         if chunks is not None:
             unit = self.chunk_unit
             assert unit is not None and rest_of_chunks is not None
-            by_chunks, pages = take_chunks(
-                pages, place, chunks, state_tokens, rest_of_chunks, unit=unit, chip=self.chip
+            read, pages = take_chunks(
+                pages, read, place, chunks, state_tokens, rest_of_chunks, unit=unit, chip=self.chip
             )
-            read = jnp.where((chunks.of_tokens[: len(read)] >= 0)[:, None, None, None], by_chunks, read)
         read = jnp.where(rows.is_real()[:, None, None, None], read, 0.0)
         if isinstance(self.recurrence, SelectiveScan):
             return read + understood["skipped"], pages

@@ -138,6 +138,12 @@ CHUNKED = {
 }
 
 
+def gpu_chip(name: str) -> GpuChip:
+    chip = chip_named(name)
+    assert isinstance(chip, GpuChip)
+    return chip
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def take_by_chunks(kind: Kind, chip: GpuChip, pages: Any, rows: RaggedRows, tokens: Any, rest: Any) -> Any:
     sizes: dict[str, Any] = {"keys_last": kind.keys_last, "corrects": kind.corrects}
@@ -145,11 +151,12 @@ def take_by_chunks(kind: Kind, chip: GpuChip, pages: Any, rows: RaggedRows, toke
     assert unit is not None
     plan = gpu.plan_chunks(rows, 16, rows.query_lens() > gpu.FEW_TOKENS)
     rest = rest[: len(plan.visits)]
-    return plan, *gpu.take_chunks(pages, jnp.int32(LAYER), plan, tokens, rest, unit=unit, chip=chip)
+    read = jnp.full((len(rows.token_rows), GROUPS, kind.heads, kind.values), 7.0)
+    return plan, *gpu.take_chunks(pages, read, jnp.int32(LAYER), plan, tokens, rest, unit=unit, chip=chip)
 
 
-@pytest.mark.parametrize(("name", "chip"), [*((name, "h200") for name in CHUNKED), ("selective scan", "b200")])
-def test_chunks_of_rows(name: str, chip: str) -> None:
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_of_rows(name: str) -> None:
     kind, rng = CHUNKED[name], np.random.default_rng(0)
     # The first row begins, fills a tile and ends in the next one. The second is another kernel's, and the fourth has
     # no token. The third goes on within a page and reaches another one; the last one begins on a new page.
@@ -168,9 +175,7 @@ def test_chunks_of_rows(name: str, chip: str) -> None:
     for row in (2, 4):
         pages[LAYER, table[row, (starts[row] - 1) // 16]] = rng.standard_normal((GROUPS, S, W))
     rest = rng.standard_normal((num_tokens, GROUPS, REST, W)).astype(np.float32)
-    chip_at_hand = chip_named(chip)
-    assert isinstance(chip_at_hand, GpuChip)
-    plan, read, got = take_by_chunks(kind, replace(chip_at_hand, num_sms=3), pages, rows, tokens, rest)
+    plan, read, got = take_by_chunks(kind, replace(gpu_chip("h200"), num_sms=3), pages, rows, tokens, rest)
     rest_of = {page: rest[visit] for visit, (*_, page) in enumerate(np.asarray(plan.visits).tolist()) if page}
     expected_pages, pages = pages.copy(), pages[LAYER].astype(np.float64)
     for row in (0, 2, 4):
@@ -184,7 +189,7 @@ def test_chunks_of_rows(name: str, chip: str) -> None:
             if page and (position == starts[row] + lens[row] - 1 or position % 16 == 15):
                 of_page = np.concatenate([state.reshape(GROUPS, -1, W), rest_of.pop(page)], axis=1)
                 expected_pages[LAYER, page] = of_page
-    assert not rest_of
+    assert not rest_of and np.all(read[begins[1]] == 7) and np.all(read[begins[-1] :] == 7)
     np.testing.assert_allclose(got, expected_pages, atol=1e-5, rtol=2e-5)
 
 
@@ -204,3 +209,18 @@ def test_chunks_of_rows(name: str, chip: str) -> None:
 def test_tiles(matrix: tuple[int, int], keys_last: bool, lines: int | None) -> None:
     tile = gpu.choose_tile(matrix, keys_last=keys_last, decode_only=True)
     assert (tile and tile.lines) == lines
+
+
+@pytest.mark.parametrize(
+    ("chip", "matrix", "keys_last", "is_taken"),
+    [
+        ("h100", (128, 128), False, True),
+        ("h200", (64, 128), True, True),
+        ("h200", (80, 128), True, False),
+        ("h200", (256, 128), False, False),  # more than the registers of a warpgroup hold
+        ("b200", (128, 128), False, False),  # it has no wgmma
+    ],
+)
+def test_what_goes_by_chunks(chip: str, matrix: tuple[int, int], keys_last: bool, is_taken: bool) -> None:
+    unit = gpu.choose_chunks(matrix, keys_last=keys_last, corrects=True, chip=gpu_chip(chip), interpret=True)
+    assert (unit is not None) == is_taken

@@ -9,7 +9,6 @@ are the rows of all products, and tokens or keys their columns.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,30 +22,18 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.linear_attention.gpu.factors import CHUNK, PARTS, chunk_factors, split
 from pallas_kernels.linear_attention.gpu.single import StateTokens
 from pallas_kernels.linear_attention.visits import chunk_visits
-from pallas_kernels.mosaic_gpu import (
-    LANES,
-    RESERVED,
-    TILE,
-    MatrixUnit,
-    Ref,
-    barriers,
-    interpretation,
-    matrix_unit_of,
-    swizzled,
-)
+from pallas_kernels.mosaic_gpu import LANES, TILE, Ref, barriers, interpretation, matrix_unit_of, swizzled
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 BF16 = jnp.dtype(jnp.bfloat16)
-# A row with more tokens goes by chunks. By counting instructions, a chunk takes as long as some 20 tokens one by one.
+# A row with more tokens goes by chunks. By counting, a chunk takes as long as 35 tokens one by one would if they waited
+# for nothing. They do, so it is half of that, which no GPU has confirmed.
 FEW_TOKENS = 16
 # A state takes half as many registers of a thread, beside its parts and three products of 64 columns.
 MOST_KEYS = 128
 # A chunk has eight pieces of operands. With as many stages, each would have a place that is known when compiling, and
 # the compilers would keep the addresses of all matrices in registers, for which others are spilled (600 bytes).
 STAGES = 7
-HALF = (
-    LANES // 2
-)  # the part of an operand that `mma` has in registers, with one of twice the size 456 bytes are spilled
 
 
 class ChunkPlan(NamedTuple):
@@ -104,7 +91,6 @@ class ChunkUnit:
     keys: int
     keys_last: bool
     corrects: bool
-    matrix_unit: MatrixUnit
     interpret: bool
 
     @property
@@ -121,23 +107,15 @@ class ChunkUnit:
         return pieces + [_OperandPiece("added", block) for block in self.blocks]
 
     @property
-    def lanes(self) -> int:
-        """The columns that a product takes of an operand at a time."""
-        return LANES if self.matrix_unit == "wgmma" else HALF
-
-    @property
     def memory(self) -> dict[str, Any]:
         """The kernel's shared memory."""
-        memory = {
-            "pieces": swizzled((STAGES, PARTS * CHUNK, LANES), BF16, self.lanes),
+        return {
+            "pieces": swizzled((STAGES, PARTS * CHUNK, LANES), BF16),
             # The values of a chunk, and then what is read.
             "values": plgpu.SMEM((CHUNK, TILE), jnp.float32),
             "piece_here": barriers(1, STAGES),
             "values_here": barriers(1),
         }
-        return memory | (
-            {"left": swizzled((PARTS, TILE, LANES), BF16, self.lanes)} if self.matrix_unit == "mma" else {}
-        )
 
     def load(self, matrix: Ref) -> tuple[jax.Array, ...]:
         """Loads the lines of a state, f32[64, 64] for each block of keys."""
@@ -155,51 +133,27 @@ class ChunkUnit:
             else:
                 _store_turned(part, matrix.at[keys])
 
-    def times(
-        self, sums: list[jax.Array], x: jax.Array, pieces: list[Ref], memory: dict[str, Ref], *, turned: bool
-    ) -> list[jax.Array]:
+    def times(self, sums: list[jax.Array], x: jax.Array, pieces: list[Ref], *, turned: bool) -> list[jax.Array]:
         """Returns f32[64, 64] + x f32[64, 64] @ y for each of `sums` and of `pieces`.
 
         A piece has the parts of y or, `turned`, of its transpose. The three smallest of nine products of parts are left
         out, because they are 2^-24 of the whole or less.
         """
         lefts = split(x)
+        rights = [[piece.at[pl.ds(part * CHUNK, CHUNK)] for part in range(PARTS)] for piece in pieces]
+        rights = [[y.transpose((1, 0)) for y in parts] for parts in rights] if turned else rights
+        # The smallest products are the first.
         pairs = [(i, j) for i in reversed(range(PARTS)) for j in reversed(range(PARTS - i))]
-
-        def right(piece: Ref, part: jax.Array | int, first: int = 0, count: int = LANES) -> Ref:
-            """Returns some rows of y, of which a piece has the parts."""
-            if turned:
-                return piece.at[pl.ds(part * CHUNK, CHUNK), pl.ds(first, count)].transpose((1, 0))
-            return piece.at[pl.ds(part * CHUNK + first, count)]
-
-        def add(i: jax.Array, j: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            """Adds the products of part i of x and part j of y by `mma`, whose left operand must change its layout."""
-            for first in range(0, LANES, HALF):
-                left = memory["left"].at[i, :, pl.ds(first, HALF)]
-                left = plgpu.load(left, layout=plgpu.Layout.MMA_LHS(BF16))
-                rows = [right(y, j, first, HALF) for y in pieces]
-                if self.interpret:
-                    sums = [_plus(total, left, y) for total, y in zip(sums, rows, strict=True)]
-                    continue
-                rows = [plgpu.load(part, layout=plgpu.Layout.MMA_RHS(BF16)) for part in rows]
-                sums = [plgpu.mma(total, left, y) for total, y in zip(sums, rows, strict=True)]
-            return sums
-
-        if self.matrix_unit == "mma":
-            for i, left in enumerate(lefts):
-                memory["left"][i] = left
-            # The compilers must not know these loops: unrolled, they load so much ahead that 564 bytes are spilled.
-            return lax.fori_loop(0, PARTS, lambda i, sums: lax.fori_loop(0, PARTS - i, partial(add, i), sums), sums)
-
-        if self.interpret:
+        if self.interpret:  # the interpreter of jax 0.11.2 multiplies from shared memory only
             for i, j in pairs:
-                sums = [_plus(total, lefts[i], right(y, j)) for total, y in zip(sums, pieces, strict=True)]
+                products = [jnp.dot(lefts[i], y[j][...], preferred_element_type=jnp.float32) for y in rights]
+                sums = [total + product for total, product in zip(sums, products, strict=True)]
             return sums
 
         def multiply(sums: list[Ref]) -> None:
             for i, j in pairs:
-                for total, y in zip(sums, pieces, strict=True):
-                    plgpu.wgmma(total, lefts[i], right(y, j))
+                for total, y in zip(sums, rights, strict=True):
+                    plgpu.wgmma(total, lefts[i], y[j])
 
         return pl.run_state(multiply)([plgpu.WGMMAAccumulatorRef.init(total) for total in sums])
 
@@ -209,19 +163,18 @@ def choose_chunks(
 ) -> ChunkUnit | None:
     """Returns what `take_chunks` does with matrices of such a shape, or None where it does not take them.
 
-    Values must be a multiple of 64, and keys 64 or 128.
+    Values must be a multiple of 64, keys 64 or 128, and the chip a Hopper. With `mma` each warp would read the operands
+    from shared memory for itself, which takes 192 cycles for a token, nearly as long as tokens one by one.
     """
     values, keys = matrix if keys_last else matrix[::-1]
-    if values % TILE or keys % LANES or keys > MOST_KEYS:
+    if values % TILE or keys % LANES or keys > MOST_KEYS or matrix_unit_of(chip) != "wgmma":
         return None
-    num_bytes = BF16.itemsize * PARTS * (STAGES * CHUNK + TILE) * LANES + 4 * CHUNK * TILE
-    if num_bytes + RESERVED > chip.shared_memory_per_block:
-        return None
-    return ChunkUnit(keys, keys_last, corrects, matrix_unit_of(chip), interpret)
+    return ChunkUnit(keys, keys_last, corrects, interpret)
 
 
 def take_chunks(
     pages: jax.Array,
+    read: jax.Array,
     place: jax.Array | int,
     plan: ChunkPlan,
     tokens: StateTokens,
@@ -230,7 +183,9 @@ def take_chunks(
     unit: ChunkUnit,
     chip: GpuChip,
 ) -> tuple[jax.Array, jax.Array]:
-    """Takes the tokens of the rows of a plan into the states of layer `place`, as `take_tokens` does.
+    """Takes the tokens of the rows of a plan into the states of layer `place`, and returns `read` and the pages.
+
+    It does what `take_tokens` does, and puts what is read for these tokens into its `read`, in place.
 
     rest  # f32[V, K, the other rows, W]: what pages get beside the matrices
     """
@@ -245,6 +200,7 @@ def take_chunks(
         "values": factors.values.reshape(*factors.values.shape[:2], -1),
         "rest": rest,
         "pages": jax.new_ref(pages),
+        "read": jax.new_ref(read.reshape(num_tokens, groups, -1)),
     }
     pieces, parts = unit.pieces, heads * size // TILE
     of_row = groups * parts
@@ -253,8 +209,7 @@ def take_chunks(
     rest_layout = plgpu.Layout.WG_STRIDED(rest.shape[2:], next(size for size in (4, 2, 1) if each % size == 0))
 
     def kernel(*refs: Ref, **memory: Ref) -> None:
-        *inputs, out = refs
-        at = dict(zip(given, inputs, strict=True))
+        at = dict(zip(given, refs, strict=True))
         cta = lax.axis_index("cta")
 
         def take_row(index: jax.Array, done: jax.Array) -> jax.Array:
@@ -306,7 +261,7 @@ def take_chunks(
                     for place in slots:
                         plgpu.barrier_wait(memory["piece_here"].at[place])
                     operands = [memory["pieces"].at[place] for place in slots]
-                    sums = unit.times(sums, x, operands, memory, turned=turned)
+                    sums = unit.times(sums, x, operands, turned=turned)
                     plgpu.commit_smem()  # all warps have read the pieces
                     for piece in taken:
                         fetch(index, piece + STAGES)
@@ -326,12 +281,12 @@ def take_chunks(
                     errors = errors - said[0]
                 errors = jnp.where(_of_columns(at["of_tokens"].at[own]) == visit, errors, 0.0)
                 if unit.corrects:
-                    [errors] = times([_zeros()], errors)
+                    [errors] = times([_zeros()], errors, turned=False)
                 [read] = times([read], errors)
                 _store_turned(read, memory["values"])
                 plgpu.commit_smem()
                 low, high = at["visits"][visit, 1], at["visits"][visit, 2]
-                _copy_rows(memory["values"], out.at[:, group, lines], begin, low, high)
+                _copy_rows(memory["values"], at["read"].at[:, group, lines], begin, low, high)
                 kept = at["kept"].at[visit, group, head]
                 keys = [pl.ds(block * LANES, LANES) for block in unit.blocks]
                 kept = [_of_columns(kept.at[own]) for own in keys] if by_channel else [kept[0]] * len(keys)
@@ -365,21 +320,16 @@ def take_chunks(
         lax.fori_loop(0, count, take_row, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    out: jax.Array = plgpu.kernel(
+    plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((num_tokens, groups, heads * size), jnp.float32),
+        out_type=(),
         scratch_types=unit.memory,
         grid=(ctas,),
         grid_names=("cta",),
         interpret=interpretation(unit.interpret),
         kernel_name="take_chunks",
     )(*given.values())
-    return out.reshape(tokens.values.shape), jax.freeze(given["pages"])
-
-
-def _plus(total: jax.Array, x: jax.Array, y: Ref) -> jax.Array:
-    """Multiplies as the matrix units do: the interpreter of jax 0.11.2 multiplies from shared memory only."""
-    return total + jnp.dot(x, y[...], preferred_element_type=jnp.float32)
+    return jax.freeze(given["read"]).reshape(read.shape), jax.freeze(given["pages"])
 
 
 def _zeros() -> jax.Array:

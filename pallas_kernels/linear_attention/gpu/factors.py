@@ -19,7 +19,7 @@ from pallas_kernels.linear_attention.gpu.single import StateTokens
 
 CHUNK = 64  # tokens, the rows of one matrix instruction
 # A float32 is the sum of three bfloat16. With two, and three products in the place of six, the states of 512 tokens
-# were off by 1.2e-5 where float32 is off by 2e-7.
+# were off by 1.2e-5 where float32 is off by 2e-7, and so was what Mamba-2 reads after 20 tokens.
 PARTS = 3
 # A logarithm below counts as this one. What is left then is 2e-22, and the sums of logarithms are finite.
 LEAST_LOG = -50.0
@@ -43,7 +43,7 @@ class ChunkFactors(NamedTuple):
     since: jax.Array  # f32[K, r, n C]
     kept: jax.Array  # f32[V, K, r, Dk or 1]
     keys: jax.Array | None  # bf16[n, K, 3 C, Dk]
-    system: jax.Array | None  # bf16[n, K, r, 3 C, C]
+    system: jax.Array | None  # bf16[n, K, r, 3 C, C], the parts of its transpose
 
 
 def chunk_factors(tokens: StateTokens, of_visits: jax.Array, lasts: jax.Array, *, corrects: bool) -> ChunkFactors:
@@ -55,19 +55,22 @@ def chunk_factors(tokens: StateTokens, of_visits: jax.Array, lasts: jax.Array, *
     visits = of_visits.reshape(-1, CHUNK)
     is_taken = visits >= 0
 
+    def padded(x: jax.Array) -> jax.Array:
+        """Returns [n C, ..] of [T, ..]."""
+        return jnp.pad(x, ((0, visits.size - len(x)), *[(0, 0)] * (x.ndim - 1)))
+
     def in_tiles(x: jax.Array) -> jax.Array:
         """Returns [n, C, ..] of [T, ..]."""
-        x = jnp.pad(x, ((0, visits.size - len(x)), *[(0, 0)] * (x.ndim - 1))).reshape(*visits.shape, *x.shape[1:])
+        x = padded(x).reshape(*visits.shape, *x.shape[1:])
         return jnp.where(jnp.expand_dims(is_taken, range(2, x.ndim)), x, 0.0)
 
-    values, betas = in_tiles(tokens.values), in_tiles(tokens.betas)
+    betas = in_tiles(tokens.betas)
     queries, keys, logs = in_tiles(tokens.queries), in_tiles(tokens.keys), in_tiles(jnp.maximum(tokens.logs, LEAST_LOG))
-    # Zeros that other visits have for a token do not stop what is not finite, so only its values show that it is not.
+    # Zeros that other visits have for a token do not stop what is not finite. It is seen in `left` and `values`.
     is_finite = jnp.isfinite(jnp.sum(queries + keys, axis=-1) + jnp.sum(betas + jnp.sum(logs, axis=-1), axis=-1))
     queries, keys, betas, logs = (
         jnp.where(jnp.expand_dims(is_finite, range(3, x.ndim)), x, 0.0) for x in (queries, keys, betas, logs)
     )
-    values = jnp.where(is_finite[..., None, None], values if corrects else values * betas[..., None], jnp.nan)
     queries, keys = jnp.moveaxis(queries, 1, 2), jnp.moveaxis(keys, 1, 2)  # [n, K, C, Dk]
     logs, betas = jnp.moveaxis(logs, 1, 3), jnp.moveaxis(betas, 1, 3)  # [n, K, r, C, ..]
 
@@ -88,8 +91,12 @@ def chunk_factors(tokens: StateTokens, of_visits: jax.Array, lasts: jax.Array, *
         left = since = jnp.ones(betas.shape, jnp.float32)
         added = keys * jnp.exp(following[:, :, 0])
         queries, keys = (x * jnp.exp(total[:, :, 0]) for x in (queries, keys))
+    left = jnp.where(jnp.swapaxes(is_finite, 1, 2)[:, :, None], left, jnp.nan)
     left, since = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (left, since))
-    values = values.reshape(of_visits.size, *values.shape[2:])
+    values = padded(tokens.values)
+    if not corrects:
+        is_finite = is_finite.reshape(of_visits.size, -1, 1, 1)
+        values = jnp.where(is_finite, values * padded(tokens.betas)[..., None], jnp.nan)
     operands = in_parts(queries), in_parts(added), in_parts(reads), values, left, since, kept
     if not corrects:
         return ChunkFactors(*operands, None, None)
@@ -97,7 +104,8 @@ def chunk_factors(tokens: StateTokens, of_visits: jax.Array, lasts: jax.Array, *
     inverse = lax.linalg.triangular_solve(
         system, jnp.broadcast_to(jnp.eye(CHUNK), system.shape), left_side=True, lower=True, unit_diagonal=True
     )
-    return ChunkFactors(*operands, in_parts(keys), in_parts(inverse * betas[..., None, :]))
+    # The solver writes columns one after the other, which are the rows of the transpose.
+    return ChunkFactors(*operands, in_parts(keys), in_parts(jnp.swapaxes(inverse, -1, -2) * betas[..., None]))
 
 
 def in_parts(x: jax.Array) -> jax.Array:
