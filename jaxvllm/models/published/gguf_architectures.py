@@ -39,7 +39,8 @@ class GgufArchitecture:
     """The family of Hugging Face that an architecture is, and how its files differ from that family's checkpoints.
 
     tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack. A
-    name with its kind, such as `x.bias`, comes before that of all kinds
+    name with its kind, such as `x.bias`, comes before that of all kinds. Tensors of one name have their rows in turn
+    turned: the ends of the names of stacks of matrices that a file has the other way round
     present: keys of a config.json that say whether there are such tensors as one of the first layer
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
     norm_offset: what is added to the weights of norms before they are stored
@@ -47,6 +48,7 @@ class GgufArchitecture:
     understood: keys that `own_keys` takes into account, and others refuse
     usual_values: the only values that are known of some keys, where they are others than for most
     refused: keys that change the model in a way that is not known
+    rope_parameters: what files do not say of a rope
     """
 
     family: str
@@ -59,6 +61,8 @@ class GgufArchitecture:
     understood: tuple[str, ...] = ()
     usual_values: Mapping[str, Any] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,6 +136,10 @@ def _glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _gpt_oss(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**_mixtral(values), "sliding_window": values["attention.sliding_window"]}
+
+
 def _phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "sliding_window": values.get("attention.sliding_window") or None,
@@ -203,6 +211,27 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},  # a sigmoid
+    ),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM",
+        {
+            **_USUAL,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        _gpt_oss,
+        needs=(*_EXPERT_KEYS[:2], *_WINDOW_KEY),
+        present={"attention_bias": "attn_q.bias"},
+        usual_values={"expert_gating_func": 3},  # a softmax over the chosen experts
+        turned=("experts.gate_up_proj", "experts.down_proj"),
+        rope_parameters={"truncate": False},
     ),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",

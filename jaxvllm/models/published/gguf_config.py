@@ -103,7 +103,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
-        "rope_parameters": _rope(file, start, values, head_size),
+        "rope_parameters": {**_rope(file, start, values, head_size), **architecture.rope_parameters},
         "dtype": _dtype(file, architecture),
         **architecture.own_keys(values),
     }

@@ -26,7 +26,7 @@ from jaxvllm.models.tiling import Box
 from jaxvllm.text.tokenizer import Tokenizer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
-from tests.gguf_files import demo_tokenizer, sized, write_gguf
+from tests.gguf_files import demo_tokenizer, gpt_oss_in_file, gpt_oss_of_file, sized, write_gguf
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.models.published.written import resized, write_model
@@ -96,6 +96,30 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
     plain = write_model(tmp_path / "plain", config, values)
     assert model_spec(checkpoint.read_config(file)) == model_spec(config)
     chex.assert_trees_all_equal(load(file, device_count), load(plain, device_count))
+
+
+def test_gpt_oss_whose_gates_and_features_are_apart(tmp_path: Path) -> None:
+    changes = {"head_dim": 16, "hidden_size": 96, "intermediate_size": 32}
+    fixture = resized(Fixture.load("gpt_oss"), {84: 96, 72: 96, 24: 32, 48: 64}, **changes)
+    config, weights = sized(fixture), fixture.weights()
+    # Files do not say how gates are bounded.
+    config |= {"rope_theta": 5000.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+    def scaling(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        writer.add_rope_scaling_yarn_beta_fast(8.0)
+
+    def kind_of(name: str) -> Kind:
+        return Kind.F32 if name.endswith("bias") else mixed(name)
+
+    file = tmp_path / "model.gguf"
+    values = write_gguf(file, config, gpt_oss_in_file(weights), kind_of, more=scaling)
+    plain = write_model(tmp_path / "plain", config, gpt_oss_of_file(values, weights))
+    assert model_spec(checkpoint.read_config(file)) == model_spec(config)
+    for size in (1, 2):
+        chex.assert_trees_all_equal(load(file, size), load(plain, size))
 
 
 @pytest.mark.parametrize("name", ["llama-rope", "llama-linear", "llama-yarn", "phi3-longrope"])
@@ -225,6 +249,8 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
         weights=weights | {one: np.zeros((12, 50), np.float32)},
     )
     refused("model.gguf: tensor blk.9.odd.weight: unexpected", extra={"blk.9.odd.weight": np.zeros(3, np.float32)})
+    again = {"model.norm.weight": np.ones(3, np.float32)}
+    refused("model.gguf has the same tensor several times, as .*output_norm.weight and", extra=again)
     refused("model.gguf: tensor x.weight has the type I8", extra={"x.weight": np.zeros(3, np.int8)})
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
