@@ -27,6 +27,7 @@ _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SHARED_EXPERT = {f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")}
 _EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
 _MIXTRAL_EXPERTS = {
     f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
@@ -136,6 +137,14 @@ def _glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _olmoe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+    }
+
+
 def _gpt_oss(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_mixtral(values), "sliding_window": values["attention.sliding_window"]}
 
@@ -180,6 +189,21 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "Phi3ForCausalLM", {**_USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _phi3
     ),
     "arcee": GgufArchitecture("ArceeForCausalLM", _USUAL, has_turned_heads=True),
+    "dots1": GgufArchitecture(
+        "Dots1ForCausalLM",
+        {
+            **_USUAL,
+            **_HEAD_NORMS,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        _glm4_moe,
+        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2},
+    ),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _USUAL, present={"use_bias": "attn_output.bias"}),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
@@ -198,7 +222,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             **_USUAL,
             **_HEAD_NORMS,
             **_EXPERTS,
-            **{f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")},
+            **_SHARED_EXPERT,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -243,6 +267,25 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture(
         "HunYuanDenseV1ForCausalLM",
         {**_USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "minimax-m2": GgufArchitecture(
+        "MiniMaxM2ForCausalLM",
+        {
+            **_USUAL,
+            **_HEAD_NORMS,
+            **_MIXTRAL_EXPERTS,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        _mixtral,
+        needs=_EXPERT_KEYS[:2],
+        usual_values={"expert_gating_func": 2},
+    ),
+    "olmoe": GgufArchitecture(
+        "OlmoeForCausalLM",
+        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        _olmoe,
+        needs=_EXPERT_KEYS[:2],
     ),
     "olmo2": GgufArchitecture(
         "Olmo2ForCausalLM",

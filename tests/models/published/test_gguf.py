@@ -1,6 +1,7 @@
 """GGUF files make the models that the same numbers in a Hugging Face checkpoint make."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,7 @@ SIZES = {48: 64, 100: 96}
 HEADS = {24: 32}
 # The rows of queries and keys of heads of 20, which have 16 then.
 KEYS = {80: 64, 40: 32, 20: 16}
+HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
 
 
@@ -63,6 +65,9 @@ def load(path: Path, size: int = 1) -> Any:
         ("gemma3", {}, {"query_pre_attn_scalar": 16}, 1),
         ("phi3", {96: 128, 200: 192}, {}, 1),
         ("arcee", KEYS, {"head_dim": 16}, 1),
+        ("dots1", {**HEADS, 12: 16}, {"moe_intermediate_size": 32, "sliding_window": None}, 1),
+        ("minimax_m2", HEADS, {"intermediate_size": 32, "head_dim": 16, "rotary_dim": 8, **HALF}, 1),
+        ("olmoe", HEADS, {"intermediate_size": 32}, 1),
         ("ernie4_5", KEYS, {"head_dim": 16}, 1),
         ("glm4", {**KEYS, 200: 192}, {"head_dim": 16, "partial_rotary_factor": 0.5}, 1),
         ("glm4_moe", HEADS, {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5}, 2),
@@ -312,17 +317,20 @@ def test_what_only_some_architectures_do_not_compute(
     [
         ("qwen3_moe", "blk.0.ffn_up_exps.weight", rf"has shape \({2**60}, 24, 48\), and should have 6 matrices"),
         ("llama", "token_embd.weight", f"has {2**60} rows, and fewer bytes"),
+        ("llama", "token_embd.weight", f"has {2**30} rows: vocabularies have {2**24} at most"),
     ],
 )
 def test_impossible_sizes_are_refused_before_anything_is_made(
     fixture: str, name: str, message: str, tmp_path: Path
 ) -> None:
+    rows = 2**30 if "at most" in message else 2**60
     path, own = tmp_path / "model.gguf", Fixture.load(fixture)
     write_gguf(path, sized(own), {name: data for name, data in own.weights().items() if ".1.mlp." not in name})
     shape, data = GgufFile.open(path).tensors[name].shape, path.read_bytes()
     # After the name there is the number of dimensions, and the slowest comes last.
     start = data.index(name.encode()) + len(name) + 4 + 8 * (len(shape) - 1)
     assert data[start : start + 8] == shape[0].to_bytes(8, "little")
-    path.write_bytes(data[:start] + (2**60).to_bytes(8, "little") + data[start + 8 :])
+    path.write_bytes(data[:start] + rows.to_bytes(8, "little") + data[start + 8 :])
+    os.truncate(path, 2**31)  # which takes no room on the disk
     with pytest.raises(ValueError, match=rf"model.gguf: tensor {name} {message}"):
         load(path)
