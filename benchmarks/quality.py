@@ -39,6 +39,7 @@ PUBLISHED = (
     *(("MXFP4 (MLX)", write_mxfp4), ("NVFP4 (ModelOpt)", write_nvfp4), ("NF4 (bitsandbytes)", write_nf4)),
     ("AWQ's layout", write_awq),
 )
+MARKERS, TICKS = "osD^vP*X<>", (4, 5, 6, 8, 16)  # of the picture
 LONGEST = 384  # tokens of a document
 ROWS = 128  # tokens of a step
 
@@ -171,14 +172,16 @@ def draw(found: Sequence[Quality], title: str, path: Path) -> None:
         (left, "KL(float32 || form), nats a token", [one.kl for one in others]),
         (right, "perplexity beside float32's, %", [100 * (one.perplexity / exact.perplexity - 1) for one in others]),
     ):
-        axes.scatter([one.bits for one in others], of)
-        for one, value in zip(others, of, strict=True):
-            axes.annotate(one.name, (one.bits, value), xytext=(5, 3), textcoords="offset points", fontsize=8)
+        for number, (one, value) in enumerate(zip(others, of, strict=True)):
+            look = {"color": f"C{number % 7}", "marker": MARKERS[number % len(MARKERS)]}  # different for 70 forms
+            axes.scatter(one.bits, value, label=one.name, **look)
         axes.set_xscale("log", base=2)
+        axes.set_xticks(TICKS, map(str, TICKS))
         axes.set_xlabel("bits a weight of the layers")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     left.set_yscale("log")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
 

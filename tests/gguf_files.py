@@ -21,9 +21,13 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
+    "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
+    "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
+    "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
@@ -113,13 +117,38 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
             add(config[key])
 
 
+def gpt_oss_in_file(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors of gpt-oss with gate and up apart and matrices [out, in], as the converter has them."""
+    found: dict[str, np.ndarray] = {}
+    for name, data in weights.items():
+        start, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        turned = data.swapaxes(-1, -2) if ".experts." in name and kind == "weight" else data
+        if start.endswith("gate_up_proj"):
+            for first, half in enumerate(("gate", "up")):
+                found[f"{start.removesuffix('gate_up_proj')}{half}_proj.{kind}"] = turned[:, first::2]
+        else:
+            found[f"{start}.{kind}" if name.endswith(("sinks", "down_proj", "down_proj_bias")) else name] = turned
+    return found
+
+
+def gpt_oss_of_file(values: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What `gpt_oss_in_file` was made of, with other values."""
+    found: dict[str, np.ndarray] = {}
+    for name, data in like.items():
+        found[name] = np.empty_like(data)
+        for own, view in gpt_oss_in_file({name: found[name]}).items():
+            view[...] = values[own]
+    return found
+
+
 def _stacked(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
     """The tensors by name, where all experts of a layer are one."""
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in sorted(weights, key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")]):
         data = weights[name]
         start, experts, rest = name.partition(".experts.")
-        own = f"{start}{experts}{rest.partition('.')[2]}" if experts else name
+        number, _, end = rest.partition(".")
+        own = f"{start}{experts}{end}" if number.isdecimal() else name
         found.setdefault(own, {})[name] = data
     return found
 

@@ -75,18 +75,28 @@ def _by_case(digits: str, contractions: str) -> str:
 _GPT2, _DIGITS = WordRule(), WordRule(cuts_digits=True)
 _LLAMA3 = WordRule(_gpt4("{1,3}"), takes_whole=True, adds_bos=True)
 _QWEN2 = WordRule(_gpt4(""), composes=True)
+_GPT4, _GPT4O = WordRule(_gpt4("{1,3}")), WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?"))
+# As GPT-4's, but line breaks are no part of the signs before them.
+_SEED = WordRule(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}")
 RULES: Mapping[str, WordRule] = {
     "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "refact": _DIGITS,  # Granite 3
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "command-r": _DIGITS,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": WordRule(_gpt4("{1,3}")),  # GPT-4's, which Phi-4 has
+    "dbrx": _GPT4,  # which Phi-4 and OLMo 2 have
+    "smaug-bpe": _GPT4,  # SmolLM3
+    "glm4": _GPT4,
+    "chatglm-bpe": _GPT4,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "gpt-4o": WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?")),
+    "gpt-4o": _GPT4O,
+    "minimax-m2": _GPT4O,
+    "seed-coder": _SEED,
     "tekken": WordRule(_by_case("", ""), takes_whole=True, adds_bos=True),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,9 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.extend(allow_patterns)
+        assert ignore_patterns == ["*mmproj*"]  # vision towers
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         if name == "owner/model":
             return str(model)
@@ -193,7 +195,8 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert resolve("owner/model") == model
     (model / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     assert resolve("owner/model:q4_k_m") == model / "model-Q4_K_M.gguf"
-    assert "*Q4_K_M*.gguf" in asked
+    assert any(fnmatch("model-Q4_K_M.gguf", pattern) for pattern in asked)
+    assert not any(fnmatch("model-IQ4_K_M.gguf", pattern) for pattern in asked)
     with pytest.raises(ValueError, match=r"could not be downloaded \(OSError: no network\)"):
         resolve("owner/other")
 

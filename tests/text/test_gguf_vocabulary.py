@@ -140,14 +140,19 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     found = written(tmp_path / "x.gguf", add_bpe(pre))
     tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("121 ab's aB")]
     # Three digits at a time or one; upper case after lower case begins a word or not.
-    digits = ["121"] if pre in ("gpt-2", "llama-bpe", "llama3", "llama-v3", "dbrx", "gpt-4o") else ["1", "2", "1"]
-    last = ["Ġa", "B"] if pre in ("gpt-4o", "tekken") else ["Ġ", "aB"]
+    by_one = ("smollm", "starcoder", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "seed-coder", "tekken")
+    digits = ["1", "2", "1"] if pre in by_one else ["121"]
+    last = ["Ġa", "B"] if pre in ("gpt-4o", "minimax-m2", "tekken") else ["Ġ", "aB"]
     has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     assert tokens == [*(["<e>"] if has_bos else []), *digits, "Ġ", "ab", "'s", *last]
     # A word that is a token needs no merges under some rules.
     whole = [found.backend.id_to_token(token_id) for token_id in found.encode("bab", add_special_tokens=False)]
     assert whole == (["bab"] if has_bos else ["b", "ab"])
     assert found.eos_token_ids == (9, 10)
+    # A line break after signs is part of their word under the rules that are like GPT-4's.
+    assert found.backend.pre_tokenizer is not None
+    signs = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a!!\n")][1:]
+    assert signs == (["!!", "Ċ"] if pre in ("gpt-2", "olmo", *by_one[:4], "seed-coder") else ["!!Ċ"])
     normalizer = found.backend.normalizer
     assert (normalizer is not None) == (pre in ("qwen2", "deepseek-r1-qwen"))
     assert normalizer is None or normalizer.normalize_str("e\u0301") == "é"

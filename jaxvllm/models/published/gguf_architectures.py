@@ -27,6 +27,7 @@ _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_SHARED_EXPERT = {f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")}
 _EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
 _MIXTRAL_EXPERTS = {
     f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
@@ -39,7 +40,8 @@ class GgufArchitecture:
     """The family of Hugging Face that an architecture is, and how its files differ from that family's checkpoints.
 
     tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack. A
-    name with its kind, such as `x.bias`, comes before that of all kinds
+    name with its kind, such as `x.bias`, comes before that of all kinds. Tensors of one name have their rows in turn
+    turned: the ends of the names of stacks of matrices that a file has the other way round
     present: keys of a config.json that say whether there are such tensors as one of the first layer
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
     norm_offset: what is added to the weights of norms before they are stored
@@ -47,6 +49,7 @@ class GgufArchitecture:
     understood: keys that `own_keys` takes into account, and others refuse
     usual_values: the only values that are known of some keys, where they are others than for most
     refused: keys that change the model in a way that is not known
+    rope_parameters: what files do not say of a rope
     """
 
     family: str
@@ -59,6 +62,8 @@ class GgufArchitecture:
     understood: tuple[str, ...] = ()
     usual_values: Mapping[str, Any] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
+    turned: tuple[str, ...] = ()
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,6 +137,18 @@ def _glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _olmoe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+    }
+
+
+def _gpt_oss(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**_mixtral(values), "sliding_window": values["attention.sliding_window"]}
+
+
 def _phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "sliding_window": values.get("attention.sliding_window") or None,
@@ -172,6 +189,21 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "Phi3ForCausalLM", {**_USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _phi3
     ),
     "arcee": GgufArchitecture("ArceeForCausalLM", _USUAL, has_turned_heads=True),
+    "dots1": GgufArchitecture(
+        "Dots1ForCausalLM",
+        {
+            **_USUAL,
+            **_HEAD_NORMS,
+            **_EXPERTS,
+            **_SHARED_EXPERT,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+        _glm4_moe,
+        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2},
+    ),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _USUAL, present={"use_bias": "attn_output.bias"}),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
@@ -190,7 +222,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             **_USUAL,
             **_HEAD_NORMS,
             **_EXPERTS,
-            **{f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")},
+            **_SHARED_EXPERT,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -204,6 +236,27 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},  # a sigmoid
     ),
+    "gpt-oss": GgufArchitecture(
+        "GptOssForCausalLM",
+        {
+            **_USUAL,
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        _gpt_oss,
+        needs=(*_EXPERT_KEYS[:2], *_WINDOW_KEY),
+        present={"attention_bias": "attn_q.bias"},
+        usual_values={"expert_gating_func": 3},  # a softmax over the chosen experts
+        turned=("experts.gate_up_proj", "experts.down_proj"),
+        rope_parameters={"truncate": False},
+    ),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",
         _USUAL,
@@ -214,6 +267,25 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture(
         "HunYuanDenseV1ForCausalLM",
         {**_USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "minimax-m2": GgufArchitecture(
+        "MiniMaxM2ForCausalLM",
+        {
+            **_USUAL,
+            **_HEAD_NORMS,
+            **_MIXTRAL_EXPERTS,
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+        },
+        _mixtral,
+        needs=_EXPERT_KEYS[:2],
+        usual_values={"expert_gating_func": 2},
+    ),
+    "olmoe": GgufArchitecture(
+        "OlmoeForCausalLM",
+        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        _olmoe,
+        needs=_EXPERT_KEYS[:2],
     ),
     "olmo2": GgufArchitecture(
         "Olmo2ForCausalLM",

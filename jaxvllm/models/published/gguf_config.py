@@ -49,6 +49,7 @@ _USUAL_VALUES: Mapping[str, Any] = {"attention.causal": True, "expert_gating_fun
 # The dtype of a file whose tensors are not quantized, by its `general.file_type`. Quantized files say nothing.
 _DTYPES: Mapping[Any, str] = {0: "float32", 1: "float16"}
 _SCALINGS = ("none", "linear", "yarn", "longrope")
+_MOST_TOKENS = 1 << 24
 _MOST_NUMBERS = 2048  # of a head: a rope is computed before any tensor is looked at
 _KNOWN_SCALING = (
     "type",
@@ -87,8 +88,13 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if embedding is None or heads < 1:
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
     # A tokenizer's masks are as long as the vocabulary, and are made before any weight is looked at.
-    if embedding.shape[0] > embedding.path.stat().st_size:
-        raise ValueError(f"{embedding.path}: tensor token_embd.weight has {embedding.shape[0]} rows, and fewer bytes")
+    rows = embedding.shape[0]
+    if rows > embedding.path.stat().st_size:
+        raise ValueError(f"{embedding.path}: tensor token_embd.weight has {rows} rows, and fewer bytes")
+    if rows > _MOST_TOKENS:  # a file of any size may take no room on a disk
+        raise ValueError(
+            f"{embedding.path}: tensor token_embd.weight has {rows} rows: vocabularies have {_MOST_TOKENS} at most"
+        )
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
     if type(head_size) is not int or not 1 <= head_size <= _MOST_NUMBERS:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
@@ -103,7 +109,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
-        "rope_parameters": _rope(file, start, values, head_size),
+        "rope_parameters": {**_rope(file, start, values, head_size), **architecture.rope_parameters},
         "dtype": _dtype(file, architecture),
         **architecture.own_keys(values),
     }

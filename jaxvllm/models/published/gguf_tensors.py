@@ -21,7 +21,7 @@ from jaxvllm.models.published.gguf_architectures import (
     SHORT_FACTORS,
     architecture_of,
 )
-from jaxvllm.models.published.parts import Part, added, by_group, stored
+from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
 from pallas_kernels.extras import install_command
@@ -73,10 +73,11 @@ class BlockType:
 
 @dataclass(frozen=True)
 class _StoredMatrix:
-    """A tensor of the file, or one matrix of such a tensor, if it is a stack."""
+    """The tensors of the file whose rows take turns in a tensor, or one matrix of a tensor, if it is a stack."""
 
-    name: str
+    names: tuple[str, ...]
     number: int | None = None  # in the stack
+    is_turned: bool = False  # the file has its matrices the other way round
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,14 @@ class GgufTensors:
         for stored_name, tensor in file.tensors.items():
             if stored_name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
                 own = _hf_name(stored_name, architecture.tensors)
-                if "*" not in own:
-                    places[own] = _StoredMatrix(stored_name)
-                    continue
-                for number in range(_stack_size(file, stored_name, tensor, name)):
-                    places[own.replace("*", str(number))] = _StoredMatrix(stored_name, number)
+                count = _stack_size(file, stored_name, tensor, name) if len(tensor.shape) > 2 or "*" in own else 0
+                if "*" in own:
+                    for number in range(count):
+                        places[own.replace("*", str(number))] = _StoredMatrix((stored_name,), number)
+                else:
+                    others = places[own].names if own in places else ()
+                    names = _in_turn(file, (*others, stored_name), architecture.tensors)
+                    places[own] = _StoredMatrix(names, is_turned=own.endswith(architecture.turned))
         heads = {}
         if architecture.has_turned_heads:
             queries = file.metadata.get(f"{name}.attention.head_count")
@@ -122,7 +126,9 @@ class GgufTensors:
 
     def where(self, name: str) -> str:
         """Returns the file of a tensor, and its name there."""
-        stored_name = self.places[name].name
+        return self._where(self.places[name].names[0])
+
+    def _where(self, stored_name: str) -> str:
         return f"{self.file.tensors[stored_name].path}: tensor {stored_name}"
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -141,20 +147,39 @@ class GgufTensors:
         if name not in self.places:
             raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
         place = self.places[name]
-        tensor = self.file.tensors[place.name]
-        found = tensor.shape if place.number is None else tensor.shape[1:]
-        if found != shape:
-            raise ValueError(f"{self.where(name)} has shape {found}, and the metadata make it {shape}")
-        part = values_of(tensor, self.where(name), self.types[tensor.kind], self.mapped[tensor.path], place.number)
+        expected = (*shape[:-2], shape[-1], shape[-2]) if place.is_turned else shape
+        if (count := len(place.names)) > 1:
+            expected = (expected[0], expected[1] // count, *expected[2:])
+        parts = [self._stored_part(one, place.number, expected) for one in place.names]
+        part = parts[0] if count == 1 else alternating(parts, axis=1)
+        part = turned(part) if place.is_turned else part
         module, _, kind = name.rpartition(".")
         if self.norm_offset and module.endswith("norm") and kind == "weight":
             return added(part, by_group(stored(np.full((1,), -self.norm_offset, np.float32)), shape))
-        count = next((count for end, count in self.heads.items() if module.endswith(end)), None)
-        if count is None:
+        heads = next((heads for end, heads in self.heads.items() if module.endswith(end)), None)
+        if heads is None:
             return part
-        if shape[0] % (2 * count):
-            raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {count} heads of an even size")
-        return by_group(part, (_halves(shape[0], count), *(1 for _ in shape[1:])))
+        if shape[0] % (2 * heads):
+            raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {heads} heads of an even size")
+        return by_group(part, (_halves(shape[0], heads), *(1 for _ in shape[1:])))
+
+    def _stored_part(self, stored_name: str, number: int | None, shape: tuple[int, ...]) -> Part:
+        """Returns the values of a tensor of the file, or of a matrix of it, which must have that shape."""
+        tensor, where = self.file.tensors[stored_name], self._where(stored_name)
+        found = tensor.shape if number is None else tensor.shape[1:]
+        if found != shape:
+            raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
+        kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
+        if len(shape) < 3:
+            return values_of(tensor, where, kind, mapped, number)
+        matrices = [values_of(tensor, where, kind, mapped, place) for place in range(shape[0])]
+
+        def values(box: Box) -> np.ndarray:
+            (first, *start), (_, *rest) = box.start, box.shape
+            own = Box(tuple(start), tuple(rest))
+            return np.stack([matrix(own) for matrix in matrices[first : box.stop[0]]])
+
+        return values
 
 
 def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarray, number: int | None = None) -> Part:
@@ -202,6 +227,14 @@ def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
         if own in tensors:
             return f"model.layers.{number}.{tensors[own]}.{kind}"
     return name
+
+
+def _in_turn(file: GgufFile, names: tuple[str, ...], tensors: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the names of the tensors that one of a checkpoint has, in the order in which their rows take turns."""
+    kinds = {name.split(".", 2)[-1]: name for name in names}
+    if len(names) > 1 and not kinds.keys() <= tensors.keys():
+        raise ValueError(f"{file.path} has the same tensor several times, as {' and '.join(names)}: convert it again")
+    return tuple(kinds[kind] for kind in tensors if kind in kinds) if len(names) > 1 else names
 
 
 def _stack_size(file: GgufFile, name: str, tensor: GgufTensor, architecture: str) -> int:

@@ -186,6 +186,25 @@ def in_rows(flat: Part, columns: int) -> Part:
     return values
 
 
+def alternating(parts: Sequence[Part], axis: int) -> Part:
+    """Returns values of which each part has every so many along an axis, in turn."""
+    count = len(parts)
+
+    def values(box: Box) -> np.ndarray:
+        out = np.empty(box.shape, np.float32)
+        for number, part in enumerate(parts):
+            # The elements of this part that the box has.
+            first, stop = (-(-(end - number) // count) for end in (box.start[axis], box.stop[axis]))
+            if first < stop:
+                start, shape, index = list(box.start), list(box.shape), [slice(None)] * len(box.shape)
+                start[axis], shape[axis] = first, stop - first
+                index[axis] = slice(first * count + number - box.start[axis], None, count)
+                out[tuple(index)] = part(Box(tuple(start), tuple(shape)))
+        return out
+
+    return values
+
+
 def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> ByGroup:
     """Returns the value of the group of each element, for groups as `ByGroup` has them."""
     return ByGroup(part, tuple(groups))

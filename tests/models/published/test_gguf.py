@@ -1,6 +1,7 @@
 """GGUF files make the models that the same numbers in a Hugging Face checkpoint make."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,7 @@ from jaxvllm.models.tiling import Box
 from jaxvllm.text.tokenizer import Tokenizer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
-from tests.gguf_files import demo_tokenizer, sized, write_gguf
+from tests.gguf_files import demo_tokenizer, gpt_oss_in_file, gpt_oss_of_file, sized, write_gguf
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.models.published.written import resized, write_model
@@ -38,6 +39,7 @@ SIZES = {48: 64, 100: 96}
 HEADS = {24: 32}
 # The rows of queries and keys of heads of 20, which have 16 then.
 KEYS = {80: 64, 40: 32, 20: 16}
+HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
 
 
@@ -63,6 +65,9 @@ def load(path: Path, size: int = 1) -> Any:
         ("gemma3", {}, {"query_pre_attn_scalar": 16}, 1),
         ("phi3", {96: 128, 200: 192}, {}, 1),
         ("arcee", KEYS, {"head_dim": 16}, 1),
+        ("dots1", {**HEADS, 12: 16}, {"moe_intermediate_size": 32, "sliding_window": None}, 1),
+        ("minimax_m2", HEADS, {"intermediate_size": 32, "head_dim": 16, "rotary_dim": 8, **HALF}, 1),
+        ("olmoe", HEADS, {"intermediate_size": 32}, 1),
         ("ernie4_5", KEYS, {"head_dim": 16}, 1),
         ("glm4", {**KEYS, 200: 192}, {"head_dim": 16, "partial_rotary_factor": 0.5}, 1),
         ("glm4_moe", HEADS, {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5}, 2),
@@ -96,6 +101,30 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
     plain = write_model(tmp_path / "plain", config, values)
     assert model_spec(checkpoint.read_config(file)) == model_spec(config)
     chex.assert_trees_all_equal(load(file, device_count), load(plain, device_count))
+
+
+def test_gpt_oss_whose_gates_and_features_are_apart(tmp_path: Path) -> None:
+    changes = {"head_dim": 16, "hidden_size": 96, "intermediate_size": 32}
+    fixture = resized(Fixture.load("gpt_oss"), {84: 96, 72: 96, 24: 32, 48: 64}, **changes)
+    config, weights = sized(fixture), fixture.weights()
+    # Files do not say how gates are bounded.
+    config |= {"rope_theta": 5000.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+    def scaling(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+        writer.add_rope_scaling_yarn_beta_fast(8.0)
+
+    def kind_of(name: str) -> Kind:
+        return Kind.F32 if name.endswith("bias") else mixed(name)
+
+    file = tmp_path / "model.gguf"
+    values = write_gguf(file, config, gpt_oss_in_file(weights), kind_of, more=scaling)
+    plain = write_model(tmp_path / "plain", config, gpt_oss_of_file(values, weights))
+    assert model_spec(checkpoint.read_config(file)) == model_spec(config)
+    for size in (1, 2):
+        chex.assert_trees_all_equal(load(file, size), load(plain, size))
 
 
 @pytest.mark.parametrize("name", ["llama-rope", "llama-linear", "llama-yarn", "phi3-longrope"])
@@ -225,6 +254,8 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
         weights=weights | {one: np.zeros((12, 50), np.float32)},
     )
     refused("model.gguf: tensor blk.9.odd.weight: unexpected", extra={"blk.9.odd.weight": np.zeros(3, np.float32)})
+    again = {"model.norm.weight": np.ones(3, np.float32)}
+    refused("model.gguf has the same tensor several times, as .*output_norm.weight and", extra=again)
     refused("model.gguf: tensor x.weight has the type I8", extra={"x.weight": np.zeros(3, np.int8)})
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
@@ -286,17 +317,20 @@ def test_what_only_some_architectures_do_not_compute(
     [
         ("qwen3_moe", "blk.0.ffn_up_exps.weight", rf"has shape \({2**60}, 24, 48\), and should have 6 matrices"),
         ("llama", "token_embd.weight", f"has {2**60} rows, and fewer bytes"),
+        ("llama", "token_embd.weight", f"has {2**30} rows: vocabularies have {2**24} at most"),
     ],
 )
 def test_impossible_sizes_are_refused_before_anything_is_made(
     fixture: str, name: str, message: str, tmp_path: Path
 ) -> None:
+    rows = 2**30 if "at most" in message else 2**60
     path, own = tmp_path / "model.gguf", Fixture.load(fixture)
     write_gguf(path, sized(own), {name: data for name, data in own.weights().items() if ".1.mlp." not in name})
     shape, data = GgufFile.open(path).tensors[name].shape, path.read_bytes()
     # After the name there is the number of dimensions, and the slowest comes last.
     start = data.index(name.encode()) + len(name) + 4 + 8 * (len(shape) - 1)
     assert data[start : start + 8] == shape[0].to_bytes(8, "little")
-    path.write_bytes(data[:start] + (2**60).to_bytes(8, "little") + data[start + 8 :])
+    path.write_bytes(data[:start] + rows.to_bytes(8, "little") + data[start + 8 :])
+    os.truncate(path, 2**31)  # which takes no room on the disk
     with pytest.raises(ValueError, match=rf"model.gguf: tensor {name} {message}"):
         load(path)
