@@ -133,7 +133,7 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor that is there."""
-        return self.file.tensors[self.places[name].name].shape
+        return self.file.tensors[self.places[name].names[0]].shape
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
