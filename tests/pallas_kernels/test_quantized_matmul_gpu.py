@@ -14,7 +14,7 @@ from pallas_kernels.mosaic_gpu import matrix_unit_of
 from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
-from pallas_kernels.quantized_matmul.gpu import QuantizedTiles
+from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
 from pallas_kernels.quantized_matmul.registers import Registers, twice
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
@@ -69,7 +69,7 @@ def test_equals_float64(way: Way) -> None:
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     else:
         scales = scales.at[:FIRST].set(jnp.nan)
-    assert gpu.choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, len(counts), chip) is not None
+    assert choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, len(counts), chip) is not None
     multiply = partial(
         gpu.quantized_matmul,
         code=case.code,
@@ -114,7 +114,7 @@ def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
 
 def tiles_of(case: QuantizedCase, chip: GpuChip, dtype: str = "bfloat16") -> QuantizedTiles | None:
     x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype)
-    return gpu.choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
+    return choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200"])
