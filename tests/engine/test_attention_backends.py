@@ -69,19 +69,20 @@ def test_the_engine_says_the_same(backend: BackendName, has_window: bool) -> Non
     assert tokens[0] == tokens[-1]
 
 
-# Two layers of Mamba-2 with sizes that the kernel of states takes, of three heads in one group.
-STATES = {"num_hidden_layers": 2, "expand": 1, "num_heads": 3, "head_dim": 16, "n_groups": 1, "state_size": 32}
+# Two layers of Mamba-2 with sizes that the kernels of states take, of three heads in one group. Of a step's 48 tokens
+# some rows go by chunks and others token by token.
+STATES = {"num_hidden_layers": 2, "expand": 4, "num_heads": 3, "head_dim": 64, "n_groups": 1, "state_size": 64}
 MIXER: dict[str, list[int]] = {
     "A_log": [3],
     "D": [3],
-    "conv1d.bias": [112],
-    "conv1d.weight": [112, 1, 3],
+    "conv1d.bias": [320],
+    "conv1d.weight": [320, 1, 3],
     "dt_bias": [3],
-    "in_proj.bias": [163],
-    "in_proj.weight": [163, 48],
-    "norm.weight": [48],
+    "in_proj.bias": [515],
+    "in_proj.weight": [515, 48],
+    "norm.weight": [192],
     "out_proj.bias": [48],
-    "out_proj.weight": [48, 48],
+    "out_proj.weight": [48, 192],
 }
 
 
@@ -90,7 +91,7 @@ def test_states_that_a_kernel_keeps_give_the_same_tokens() -> None:
     fixture = Fixture.load("mamba2")
     shapes = {name: shape for name, shape in fixture.shapes.items() if not re.search(r"layers\.[23]\.|mixer", name)}
     shapes |= {f"backbone.layers.{i}.mixer.{name}": shape for i in range(2) for name, shape in MIXER.items()}
-    few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
+    few = dict(max_num_seqs=4, max_num_batched_tokens=48, row_buckets=(4,), token_buckets=(48,), num_pages=33)
     prompts = [list(range(1, 36)), list(range(40, 45)), [7], list(range(1, 36))]
     found = []
     with TemporaryDirectory() as name, quick_compilation():
