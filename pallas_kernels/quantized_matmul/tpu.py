@@ -4,9 +4,10 @@ The grid is that of `grouped_matmul.tpu`: a visit is one tile of rows and one ma
 a matrix, Pallas fetches the codes and scales of the next one. What the matrix units are given is made of the codes by
 the vector unit, some registers at a time (`tpu_words`), so that no part of a matrix is ever written as numbers.
 
-Many rows are multiplied by numbers that have been scaled. A few rows are multiplied by numbers alone, and the sums of
-each group are scaled, which is less work: a matrix of 4 bits must become 1,600 numbers in each cycle to be read as fast
-as v6e can. For that, rows are repeated for each of the groups in a chunk of inputs, with zeros in the place of others.
+Rows are multiplied by numbers that have been scaled. Where that would be done in float32, a few rows are multiplied by
+numbers alone, and the sums of each group are scaled, which is less work: a matrix of 4 bits must become 800 numbers in
+each cycle to be read as fast as v5e can. For that, rows are repeated for each of the groups in a chunk of inputs, with
+zeros in the place of others.
 """
 
 from collections.abc import Iterator
@@ -92,7 +93,10 @@ def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: Tpu
     parts = padded(pl.cdiv(num_columns, most), chip.num_cores) if num_columns > LANES else 1
     columns = padded(pl.cdiv(num_columns, parts), LANES)
     few = padded(len(x), SUBLANES)
-    scales_sums = few <= FEW_ROWS and 8 * few <= w.group and x.dtype == jnp.bfloat16
+    # Where the vector unit multiplies two thousand numbers at a time, rows need not be repeated: for 16 rows that took
+    # 12,000 of 87,000 cycles (int4, 4096 by 24,576, v6e), and scaling all numbers took 75,000.
+    is_fast = chip.computes_bf16 and w.scales.dtype != jnp.float32
+    scales_sums = few <= FEW_ROWS and 8 * few <= w.group and x.dtype == jnp.bfloat16 and not is_fast
     of_matrix = columns * (4 * w.codes.shape[-2] + w.scales.shape[-2] * (w.scales.dtype.itemsize + 9))
     times = CHUNK // w.group if scales_sums else 1
     rows = few if scales_sums else min(len(x), MOST_ROWS if num_groups == 1 else TILE_ROWS)
@@ -106,6 +110,28 @@ def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: Tpu
             )
         rows = padded(rows // 2, SUBLANES)
     return QuantizedBlocks(rows, columns, scales_sums)
+
+
+def loop_lengths(w: QuantizedMatrices, blocks: QuantizedBlocks) -> tuple[int, ...]:
+    """Returns how often the grid, the loop over columns and that over inputs turn, for one tile of rows."""
+    parts = pl.cdiv(w.codes.shape[-1], blocks.columns) * w.codes.shape[1]
+    count = w.size // _chunk(w.size)
+    return parts, blocks.columns // _width(blocks.columns), count // _unrolled(count)
+
+
+def _chunk(size: int) -> int:
+    """Returns the inputs that are multiplied together, of so many."""
+    return CHUNK if size % CHUNK == 0 else INPUTS
+
+
+def _width(columns: int) -> int:
+    """Returns the columns that are computed together, of so many."""
+    return next(width for width in (COLUMNS, 384, 256, LANES) if columns % width == 0)
+
+
+def _unrolled(count: int) -> int:
+    """Returns how many chunks one turn of a loop takes, of so many."""
+    return next(length for length in (UNROLLED, 2, 1) if count % length == 0)
 
 
 def quantized_matmul(
@@ -131,7 +157,7 @@ def quantized_matmul(
     assert x.shape[1] == w.size and w.size % INPUTS == 0 and num_columns % LANES == 0, (x.shape, w.codes.shape)
     assert INPUTS % w.group == 0 and w.group % PIECE == 0, w.group
     num_rows = len(x)
-    chunk = CHUNK if w.size % CHUNK == 0 else INPUTS
+    chunk = _chunk(w.size)
     if blocks.scales_sums:  # whose sums of a group are whole registers
         x = jnp.pad(x, ((0, blocks.rows - num_rows), (0, 0)))
     visits = visits_of(starts, len(x), blocks.rows, first)
@@ -194,10 +220,11 @@ def _repeated(x: jax.Array, group: int, chunk: int) -> tuple[jax.Array, jax.Arra
     The rows [chunks, groups * T, chunk] have zeros but in one group each. The sums are f32[chunks, groups * T, 128].
     """
     num_rows, count = len(x), chunk // group
-    by_group = x.reshape(num_rows, -1, count, group).transpose(1, 2, 0, 3)
-    own = jnp.eye(count, dtype=x.dtype)[:, None, :, None]
-    rows = (by_group[:, :, :, None] * own).reshape(-1, count * num_rows, chunk)
-    sums = by_group.astype(jnp.float32).sum(-1).reshape(-1, count * num_rows, 1)
+    of_chunks = x.reshape(num_rows, -1, 1, chunk).transpose(1, 2, 0, 3)
+    is_own = jnp.arange(chunk)[None, None] // group == jnp.arange(count)[:, None, None]
+    # Few operations, because each has a cost: one for each of these steps took a sixth of the product (int4, v6e).
+    rows = jnp.where(is_own, of_chunks, jnp.zeros((), x.dtype)).reshape(-1, count * num_rows, chunk)
+    sums = rows.astype(jnp.float32).sum(-1, keepdims=True)
     return rows, jnp.broadcast_to(sums, (*sums.shape[:2], LANES))
 
 
@@ -228,7 +255,7 @@ def _kernel(
         block = _ColumnBlock(code, codes, kept[0], kept[1] if has_zeros else None, dtype, group, chunk, computes_bf16)
         block.begin(*of_groups)
         # One body for all of them: to compile the loops over inputs for 512 rows took 10 s when there were two.
-        width = next(width for width in (COLUMNS, 384, 256, LANES) if out.shape[1] % width == 0)
+        width = _width(out.shape[1])
 
         @pl.loop(0, out.shape[1] // width)
         def _(number: jax.Array) -> None:
@@ -306,7 +333,7 @@ class _ColumnBlock:
 
     def _over_chunks(self, add: Any, num_rows: int, columns: pl.Slice) -> jax.Array:
         count = self.codes.shape[0] * 32 // bits_of(self.code) // self.chunk
-        unrolled = next(length for length in (UNROLLED, 2, 1) if count % length == 0)
+        unrolled = _unrolled(count)
 
         def some(turn: jax.Array, sums: jax.Array) -> jax.Array:
             for i in range(unrolled):

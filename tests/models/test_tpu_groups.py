@@ -103,10 +103,13 @@ def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
     assert_kept(params, plain)
 
 
-@pytest.mark.parametrize(("code", "scale_dtype"), [(UINT4, "bfloat16"), (INT8, "float16"), (FLOAT4, "float8_e8m0fnu")])
-def test_a_matrix_is_rounded_as_elsewhere(code: Code, scale_dtype: str) -> None:
-    groups = ScaledGroups(code, 32, scale_dtype)
-    decl = ParamDecl((2, 24, 96), (None, "ffn", "embed"), storage="matrix")
+@pytest.mark.parametrize(
+    ("code", "group", "scale_dtype"), [(UINT4, 32, "bfloat16"), (INT8, None, "float32"), (FLOAT4, 32, "float8_e8m0fnu")]
+)
+def test_a_matrix_is_rounded_as_elsewhere(code: Code, group: int | None, scale_dtype: str) -> None:
+    groups = ScaledGroups(code, group, scale_dtype)
+    size = 96 if group else 140
+    decl = ParamDecl((2, 24, size), (None, "ffn", "embed"), storage="matrix")
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=decl.shape), jnp.float32)
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -115,7 +118,7 @@ def test_a_matrix_is_rounded_as_elsewhere(code: Code, scale_dtype: str) -> None:
     assert {name: (array.shape, array.dtype) for name, array in ours.items()} == {
         name: (part.shape, part.dtype_in("float32")) for name, part in form.declare(decl).items()
     }
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 96)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, size)), jnp.float32)
     expected = jax.jit(lambda x, arrays: groups.product(x, arrays, None))(x, theirs)
     # The same as the second layer of a stack, and as two experts, of which one has no rows.
     stack = {name: jnp.stack([jnp.zeros_like(array), array]) for name, array in ours.items()}
@@ -129,7 +132,8 @@ def test_a_matrix_is_rounded_as_elsewhere(code: Code, scale_dtype: str) -> None:
 def test_is_chosen_for_tpus_where_groups_are_whole_registers() -> None:
     forms = FewBitsForms(Backend("tpu", CHIP), shards=2)
     assert forms.named("int4") == TpuGroups(ScaledGroups(UINT4, 128, "bfloat16", shards=2), CHIP)
-    assert isinstance(forms.named("int8"), ScaledRows) and isinstance(forms.named("fp8"), ScaledRows)
+    assert forms.named("int8") == TpuGroups(ScaledGroups(INT8, None, "float32", shards=2), CHIP)
+    assert isinstance(forms.named("fp8"), ScaledRows)
     decl = ParamDecl((24, 40), (None, "ffn"), storage="matrix")
     with pytest.raises(ValueError, match="a multiple of 16 on a TPU, and one has 20: use another"):
         forms.named("int4").declare(decl)

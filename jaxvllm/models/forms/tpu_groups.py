@@ -75,8 +75,10 @@ class TpuGroups(FewBits):
         return self.groups.shards if MODEL in partition_spec((axis,)) else 1
 
     def _group(self, inputs: int) -> int:
-        """Returns how many of the inputs that a device has share a scale."""
-        group = math.gcd(INPUTS, inputs if self.groups.group is None else self.groups.group, inputs)
+        """Returns how many of the inputs that a device has share a scale. A row's only scale is repeated."""
+        if self.groups.group is None:
+            return INPUTS
+        group = math.gcd(INPUTS, self.groups.group, inputs)
         if group % LEAST_GROUP:
             raise ValueError(
                 f"scales by group need matrices whose inputs on each device are a multiple of {LEAST_GROUP} on a TPU, "
@@ -101,7 +103,7 @@ class TpuGroups(FewBits):
         def rounded(matrix: jax.Array) -> dict[str, jax.Array]:
             size = matrix.shape[-1]
             group = self._group(size // parts_in)
-            found = self.groups.rounded(matrix, group)
+            found = self.groups.rounded(matrix, size // parts_in if self.groups.group is None else group)
             codes = found[CODES]
             if self.groups.code.per_byte == 2:
                 codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(matrix.shape)
@@ -110,7 +112,10 @@ class TpuGroups(FewBits):
             made = {CODES: tpu_words.in_words(self.groups.code, wide).swapaxes(-1, -2)}
             for name in (SCALES, ZEROS):
                 if name in found:
-                    padded = _with_zeros(found[name], -1, parts_in, INPUTS // group)
+                    if self.groups.group is None:
+                        padded = jnp.repeat(found[name], wide.shape[-1] // parts_in // INPUTS, -1)
+                    else:
+                        padded = _with_zeros(found[name], -1, parts_in, INPUTS // group)
                     made[name] = padded.swapaxes(-1, -2).astype(self._scale_dtype if name == SCALES else padded.dtype)
             return made
 
