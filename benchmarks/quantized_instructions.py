@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from benchmarks.result_files import ROOT, machine, write_record
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.quantized_matmul.cases import SERVING
-from pallas_kernels.quantized_matmul.gpu import choose_tiles
+from pallas_kernels.quantized_matmul.gpu_tiles import choose_tiles
 
 AOT = ROOT / ".aot" / "bin" / "python"
 CHIPS = ("h100", "h200", "b200")

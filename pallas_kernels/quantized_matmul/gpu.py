@@ -1,5 +1,4 @@
-"""The product with matrices of few bits for NVIDIA GPUs (Mosaic GPU): codes are streamed from HBM and become numbers in
-registers.
+"""The product with matrices of few bits for NVIDIA GPUs (Mosaic GPU): codes stay codes up to a warp's registers.
 
 A unit of work is some rows of x, 64 or 128 rows of a matrix, and a part of the inputs. CTAs take units in turn. A warp
 fetches rows and codes by TMA, stage by stage, and goes on with the next unit while warpgroups compute this one, each
@@ -20,11 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, SWIZZLES, plan_visits, store_rows
 from pallas_kernels.mosaic_gpu import (
-    RESERVED,
     TILE,
     MatrixUnit,
     Ref,
@@ -35,86 +32,13 @@ from pallas_kernels.mosaic_gpu import (
     swizzled,
 )
 from pallas_kernels.quantized_matmul.code import Code
+from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles
 from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers, twice
 
-# The rows of x of a unit. A matrix unit takes a multiple of eight, and 128 x 64 sums, twice, are half of a thread's
-# registers: those of a group beside those of all groups before it. Where a stage has several groups, sums of the next
-# group are under way as well, and ptxas spills 36 bytes with 96 rows.
-TOKENS, MOST_WITH_GROUPS = (8, 16, 32, 64, 128), 64
-HALVES = 2  # warpgroups that compute, at most
 # A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
 THREADS = HALVES + 1
-# The bytes of a row of codes in a stage: a line of the L2. With many rows of x, whose stages are larger, half of one.
-LINE, HALF_LINE, MOST_OF_LINES = 128, 64, 32
-MOST_STAGES = 8
-LEAST_SWIZZLE = 32  # bytes; one of them must divide a row
-# The fewest inputs that are worth a unit of their own, whose sums in float32 XLA adds to those of the others.
-LEAST_INPUTS = 1024
 # The sums of a thread in the parts of a stage that are multiplied before any is scaled.
 MOST_SUMS = 64
-
-
-@dataclass(frozen=True)
-class QuantizedTiles:
-    """A unit of work is `tokens` rows of x, 64 rows of the matrix for each of `halves` warpgroups, and one of `splits`
-    parts of the inputs, of which a stage has `line` bytes of codes."""
-
-    tokens: int
-    halves: int
-    line: int
-    stages: int
-    splits: int
-
-
-def takes_group(code: Code, group: int) -> bool:
-    """Tells whether so many inputs with one scale can be added up alone.
-
-    They consist of parts of 32 inputs, or 16 with codes of eight bits: four threads have a row, each of them a word.
-    """
-    return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
-
-
-def takes_inputs(code: Code, inputs: int) -> bool:
-    """Tells whether the copy engine takes rows of so many codes: 64 bytes or more, and a multiple of 32."""
-    num_bytes, rest = divmod(inputs, code.per_byte)
-    return rest == 0 and num_bytes >= HALF_LINE and num_bytes % LEAST_SWIZZLE == 0
-
-
-def choose_tiles(
-    x: jax.Array | jax.ShapeDtypeStruct,
-    matrix: tuple[int, int],
-    code: Code,
-    group: int,
-    num_groups: int,
-    chip: GpuChip,
-) -> QuantizedTiles | None:
-    """Returns the tiles of `quantized_matmul` for matrices [out, in], or None where it does not take dtype or sizes.
-
-    group: how many inputs have one scale
-    num_groups: the groups of rows of x, each of which has a matrix
-
-    A matrix must have at least 64 rows of at least 64 bytes of codes, a multiple of 32.
-    """
-    out, size = matrix
-    num_bytes = size // code.per_byte
-    is_taken = out >= TILE and takes_inputs(code, size) and takes_group(code, group)
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not is_taken:
-        return None
-    # The tile of a group of rows begins up to seven rows before them.
-    rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
-    most = TOKENS[-1] if group % (HALF_LINE * code.per_byte) == 0 else MOST_WITH_GROUPS
-    tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
-    line = LINE if tokens <= MOST_OF_LINES and num_bytes % LINE == 0 else HALF_LINE
-    halves = min(HALVES, out // TILE)
-    stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
-    staging = halves * TILE * tokens * 4
-    stages = min((chip.shared_memory_per_block - RESERVED - staging) // stage, MOST_STAGES)
-    # Few units would leave multiprocessors idle, so that several share a row.
-    steps = pl.cdiv(num_bytes, line)
-    visits = min(len(x), num_groups) * pl.cdiv(rows, tokens)
-    fewest = chip.num_sms // (visits * pl.cdiv(out, halves * TILE))
-    each = pl.cdiv(steps, max(1, min(fewest, size // LEAST_INPUTS)))
-    return QuantizedTiles(tokens, halves, line, stages, pl.cdiv(steps, each)) if stages >= 2 else None
 
 
 def quantized_matmul(

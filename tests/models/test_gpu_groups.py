@@ -18,7 +18,7 @@ from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.ops import InStack, project, project_grouped, project_grouped_gated
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip, chip_named
-from pallas_kernels.quantized_matmul import gpu
+from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4
 
 pytestmark = pytest.mark.usefixtures("quick_fusions")
@@ -62,7 +62,7 @@ def test_computes_what_xla_computes() -> None:
 
 
 def test_what_the_kernel_does_not_take_xla_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "choose_tiles", lambda *_: None)
+    monkeypatch.setattr(gpu_tiles, "choose_tiles", lambda *_: None)
     monkeypatch.setattr(gpu, "quantized_matmul", None)
     np.testing.assert_array_equal(layer(FORM), layer(SAME_BY_XLA))
 

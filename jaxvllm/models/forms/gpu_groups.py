@@ -31,14 +31,14 @@ class GpuGroups(ScaledGroups):
     @staticmethod
     def takes_group(code: Code, group: int) -> bool:
         """Tells whether the kernel takes groups of so many inputs."""
-        from pallas_kernels.quantized_matmul import gpu
+        from pallas_kernels.quantized_matmul import gpu_tiles
 
-        return gpu.takes_group(code, group)
+        return gpu_tiles.takes_group(code, group)
 
     def takes(self, inputs: int) -> bool:
-        from pallas_kernels.quantized_matmul import gpu
+        from pallas_kernels.quantized_matmul import gpu_tiles
 
-        return gpu.takes_inputs(self.code, inputs)
+        return gpu_tiles.takes_inputs(self.code, inputs)
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_in_stack(x, {name: array[None] for name, array in arrays.items()}, 0, dtype)
@@ -65,11 +65,11 @@ class GpuGroups(ScaledGroups):
     ) -> jax.Array | None:
         """Multiplies each group of rows of x by a matrix of stack `index`, or returns None where no kernel does."""
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
-        from pallas_kernels.quantized_matmul import gpu
+        from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 
         out, inputs = stacks[0][CODES].shape[1:-1], x.shape[1]
         group = inputs // stacks[0][SCALES].shape[-1]
-        tiles = gpu.choose_tiles(x, (prod(out), inputs), self.code, group, len(starts) - 1, self.chip)
+        tiles = gpu_tiles.choose_tiles(x, (prod(out), inputs), self.code, group, len(starts) - 1, self.chip)
         if tiles is None:
             return None
         multiply = partial(
