@@ -119,7 +119,9 @@ def lengths_of(form: TpuGroups, num_rows: int) -> tuple[int, ...]:
     """Returns the lengths of the kernel's loops."""
 
     def found(x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        w = QuantizedMatrices(form.groups.code, arrays[CODES], arrays[SCALES], arrays.get(ZEROS))
+        w = QuantizedMatrices(
+            form.groups.code, form.group_of(MATRIX.shape[-1]), arrays[CODES], arrays[SCALES], arrays.get(ZEROS)
+        )
         lengths.extend(loop_lengths(w, choose_blocks(x, w, 1, form.chip)))
         return x
 

@@ -22,11 +22,11 @@ WORD_BYTES = 4
 _WARPGROUP_THREADS = 128
 # Rows of 64, four threads each: a warp has 16 rows, and a thread two of them, eight rows apart.
 _BYTES = plgpu.Layout.WGMMA_8BIT
-_WORDS = plgpu.Layout.TILED(
+WORDS = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
 )
 _Held = plgpu.ShapeDtypeStruct
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
+ROWS = plgpu.Layout.WGMMA.reduce(1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 # The mantissa bits of the dtypes of activations, and what is added to their exponents.
 _MANTISSA, _BIAS = {"bfloat16": 7, "float16": 10}, {"bfloat16": 127, "float16": 15}
@@ -63,11 +63,11 @@ class Registers:
 
         def renamed(_: Any, array: Any) -> Any:
             word = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
-            layout = _WORDS.to_mgpu()
+            layout = WORDS.to_mgpu()
             registers = [mgpu.utils.bitcast(register, word) for register in array.registers.flat]
             return _array(registers, layout, shape, is_signed=False)
 
-        return _inlined(renamed, (_BYTES,), _Held(shape, jnp.uint32, layout=_WORDS))(plgpu.load(codes, layout=_BYTES))
+        return _inlined(renamed, (_BYTES,), _Held(shape, jnp.uint32, layout=WORDS))(plgpu.load(codes, layout=_BYTES))
 
     @property
     def masks(self) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ class Registers:
             held = [mgpu.utils.bitcast(word, pair) for word in words.flat]
             return _array(held, self.operand.to_mgpu(), shape)
 
-        arguments, result = (_WORDS,) * len(pairs), _Held(shape, self.dtype, layout=self.operand)
+        arguments, result = (WORDS,) * len(pairs), _Held(shape, self.dtype, layout=self.operand)
         return _inlined(renamed, arguments, result)(*pairs)
 
     def _spread(self, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -170,7 +170,7 @@ class Registers:
             halves = [mgpu.utils.vector_concat([value, value]) for value in array.registers.flat]
             return _array(halves * (shape[1] // 8), self.operand.to_mgpu(), shape)
 
-        return _inlined(spread, (_ROWS,), _Held(shape, self.dtype, layout=self.operand))(values)
+        return _inlined(spread, (ROWS,), _Held(shape, self.dtype, layout=self.operand))(values)
 
     def row_values(
         self, ref: Ref, matrix: jax.Array, row: jax.Array, column: jax.Array, count: int
@@ -187,7 +187,7 @@ class Registers:
             at = jnp.minimum(jnp.arange(TILE) + (row - first), TILE - 1)
             parts = [ref[matrix, pl.ds(first, TILE), pl.ds(start, together)][at] for start in starts]
             return tuple(part[:, i] for part in parts for i in range(together))
-        loaded = _Held((TILE,), ref.dtype, layout=_ROWS)
+        loaded = _Held((TILE,), ref.dtype, layout=ROWS)
 
         def load(_: Any, ref: Any, scalars: tuple[Any, ...]) -> Any:
             i64 = ir.IntegerType.get_signless(64)
@@ -211,7 +211,7 @@ class Registers:
             def value(column: int) -> Any:
                 part, at = divmod(column, together)
                 held = [mgpu.utils.vector_slice(half[part], slice(at, at + 1)) for half in halves]
-                return _array(held, _ROWS.to_mgpu(), (TILE,), is_signed=signed)
+                return _array(held, ROWS.to_mgpu(), (TILE,), is_signed=signed)
 
             return tuple(map(value, range(count)))
 

@@ -48,7 +48,7 @@ class QuantizedMatrices:
     """Matrices [M, P, in, out], of which rows are multiplied by all P of one of the M, in the layout of this kernel.
 
     codes  # i32[M, P, in / codes of a word, out], see `tpu_words.in_words`
-    scales  # [M, P, in / group, out], bf16 or f32, or u8 for the exponents of powers of two
+    scales  # [M, P, in / group, out], bf16 or f32, or u8 for the exponents of powers of two; there may be more rows
     zeros  # integers of eight bits, as many as scales, or None
 
     `in` and the columns of codes are multiples of 128. Where scales have fewer columns, those of a product after them
@@ -56,6 +56,7 @@ class QuantizedMatrices:
     """
 
     code: Code
+    group: int  # the inputs that share a scale
     codes: jax.Array
     scales: jax.Array
     zeros: jax.Array | None = None
@@ -64,11 +65,6 @@ class QuantizedMatrices:
     def size(self) -> int:
         """The inputs of a matrix."""
         return self.codes.shape[-2] * 32 // bits_of(self.code)
-
-    @property
-    def group(self) -> int:
-        """The inputs that share a scale."""
-        return self.size // self.scales.shape[-2]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,24 @@
 """The product with matrices of few bits for GPUs, interpreted, against float64; and what registers hold."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import CHIPS, GpuChip
-from pallas_kernels.mosaic_gpu import matrix_unit_of
+from pallas_kernels.mosaic_gpu import MatrixUnit, matrix_unit_of
 from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
-from pallas_kernels.quantized_matmul.registers import Registers, twice
+from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, twice
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
 # An idle multiprocessor costs the interpreter as much as a busy one.
@@ -110,6 +113,50 @@ def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
         masks = [twice(mask) for mask in registers.masks]
         decoded = registers.decoded(words, None if minus is None else jnp.asarray(minus), masks)
         np.testing.assert_array_equal(np.asarray(decoded, np.float32), product.reordered(jnp.asarray(expected)))
+
+
+def held(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The elements of an array that threads hold, by their numbers: [warps, lanes, registers, elements of one]."""
+    layout = layout.to_mgpu()
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        lead, dims = array.shape[: -len(tile)], array.shape[-len(tile) :]
+        parts = [part for dim, size in zip(dims, tile, strict=True) for part in (dim // size, size)]
+        first, n = len(lead), len(tile)
+        order = [*range(first), *(first + 2 * i for i in range(n)), *(first + 2 * i + 1 for i in range(n))]
+        array = array.reshape(*lead, *parts).transpose(order)
+    threads = [[dim for dim in dims if isinstance(dim, int)] for dims in (layout.warp_dims, layout.lane_dims)]
+    taken = [dim % array.ndim for dim in (*threads[0], *threads[1])]
+    vector = layout.vector_dim % array.ndim
+    rest = [dim for dim in range(array.ndim) if dim not in (*taken, vector)]
+    warps, lanes = (math.prod(array.shape[dim] for dim in dims) for dims in threads)
+    return array.transpose(*taken, *rest, vector).reshape(warps, lanes, -1, array.shape[vector])
+
+
+@pytest.mark.parametrize("unit", ["wgmma", "mma"])
+@pytest.mark.parametrize("code", [INT8, UINT4], ids=lambda code: code.name)
+def test_registers_hold_what_the_matrix_unit_wants(code: Code, unit: MatrixUnit) -> None:
+    """The interpreter has no registers, so what the kernel says of them is compared with the layouts of Mosaic GPU."""
+    registers = Registers(code, jnp.dtype(jnp.bfloat16), unit, interpret=False)
+    pairs, size = registers.pairs, 64 * code.per_byte
+    num_bytes, words = held(plgpu.Layout.WGMMA_8BIT, (64, 64)), held(WORDS, (64, 16))
+    np.testing.assert_array_equal(num_bytes[..., 0], 4 * words[..., 0])  # a register of bytes is a word
+    # A register of `_paired` has two codes of a word. Those of all pairs come first, then those of both halves of rows.
+    by_half = words.reshape(4, 32, -1, 1, 2)
+    pair = np.arange(pairs)[:, None]
+    codes = np.stack([2 * pairs * by_half + pair, 2 * pairs * by_half + pair + pairs], -1).reshape(4, 32, -1, 2)
+    product = gpu.QuantizedProduct(
+        QuantizedTiles(8, 1, 64, 2, 1), code, "float32", False, jnp.dtype(jnp.bfloat16), size, size, 64, unit, False
+    )
+    wanted = np.asarray(product.reordered(jnp.arange(64 * size).reshape(64, size))).reshape(-1)
+    operand = held(registers.operand, (64, size))
+    np.testing.assert_array_equal(codes, wanted[operand])
+    # Values of rows, as `row_values` loads them and `_spread` repeats them.
+    of_rows = held(ROWS, (64,))  # the four lanes of a row have the same
+    warp, lane, half = np.arange(4)[:, None, None], np.arange(0, 32, 4)[:, None], np.arange(2)
+    np.testing.assert_array_equal(of_rows[..., 0], 16 * warp + lane // 4 + 8 * half)
+    spread = np.repeat(np.tile(of_rows[..., 0], (1, 1, size // 8)), 4, axis=1)
+    np.testing.assert_array_equal(operand // size, np.stack([spread, spread], -1))
 
 
 def tiles_of(case: QuantizedCase, chip: GpuChip, dtype: str = "bfloat16") -> QuantizedTiles | None:

@@ -49,7 +49,7 @@ def matrices_of(stored: Stored) -> tpu.QuantizedMatrices:
         scales = scales.astype(np.float32)
     zeros = None if stored.zeros is None else turned(stored.zeros)
     words = jnp.asarray(in_words(code, padded(codes, 128, tpu.INPUTS)).swapaxes(-1, -2)[:, None])
-    return tpu.QuantizedMatrices(code, words, turned(scales), zeros)
+    return tpu.QuantizedMatrices(code, case.group, words, turned(scales), zeros)
 
 
 @dataclass(frozen=True)
