@@ -13,7 +13,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Rotation, Scalar, no_recur
 from jaxvllm.models.layer_loops import over_layers
-from jaxvllm.models.ops import lookup_table, project
+from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
@@ -65,7 +65,7 @@ def embed_tokens(
             rows = jnp.take(side_rows, -1 - tokens, axis=0, mode="clip")
             x = jnp.where(tokens[:, None] < 0, rows.astype(x.dtype), x)
         if spec.positions is not None:
-            x = x + jnp.take(params["positions"], positions + spec.positions.offset, axis=0, mode="clip")
+            x = x + look_up(params["positions"], positions + spec.positions.offset)
         return x if spec.embed_norm is None else spec.embed_norm.apply(params, "embed_norm", x)
 
 
@@ -205,12 +205,12 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
 
 def embed(table: jax.Array | Matrix, tokens: jax.Array, axis: ModelAxis) -> jax.Array:
     """Looks up the rows [T, E] of `tokens` in `table`, of which each device has its share."""
-    table = lookup_table(table)
     if axis.size == 1:
-        return jnp.take(table, tokens, axis=0, mode="clip")
-    tokens = tokens - axis.first(len(table))
-    is_here = (tokens >= 0) & (tokens < len(table))
-    return axis.sum(jnp.where(is_here[:, None], jnp.take(table, tokens, axis=0, mode="clip"), 0))
+        return look_up(table, tokens)
+    share = len(rows_of(table))
+    tokens = tokens - axis.first(share)
+    is_here = (tokens >= 0) & (tokens < share)
+    return axis.sum(jnp.where(is_here[:, None], look_up(table, tokens), 0))
 
 
 def rotations(ropes: tuple[RopeSpec | None, ...], positions: jax.Array) -> Callable[[Scalar], Rotation | None]:

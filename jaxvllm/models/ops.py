@@ -115,10 +115,17 @@ def _experts(weight: ExpertsWeight) -> tuple[Form, Experts]:
     return form, Experts([flat], first=weight.index * num_experts)
 
 
-def lookup_table(weight: jax.Array | Matrix) -> jax.Array:
-    """Returns the table [V, E] that `weight` keeps."""
-    form, [arrays] = _opened([weight])
-    return form.table(arrays)
+def look_up(table: jax.Array | Matrix, numbers: jax.Array) -> jax.Array:
+    """Returns the rows i32[T] of a table [V, E], [T, E]. Numbers beyond it are those of its first or last row."""
+    form, [arrays] = _opened([table])
+    return form.look_up(arrays, numbers)
+
+
+def rows_of(table: jax.Array | Matrix) -> jax.Array:
+    """Returns the array of a table, which has its rows, and perhaps more in each."""
+    _, [arrays] = _opened([table])
+    [rows] = arrays.values()
+    return rows
 
 
 def _opened(matrices: Sequence[jax.Array | Matrix]) -> tuple[Form, list[Arrays]]:

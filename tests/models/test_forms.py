@@ -139,7 +139,9 @@ def test_int8_is_what_numpy_makes_of_each_row(case: Case, layout: Layout, forms:
 
 
 @pytest.mark.parametrize(
-    ("layout", "forms"), [("stacked", INT8), ("separate", Forms(layers=Halves()))], ids=["int8", "halves"]
+    ("layout", "forms"),
+    [("stacked", INT8), ("separate", Forms(layers=Halves())), ("stacked", Forms(pads_tables=True))],
+    ids=["int8", "halves", "tables"],
 )
 def test_on_a_mesh_as_on_one_device(case: Case, layout: Layout, forms: Forms) -> None:
     size = 2
@@ -182,9 +184,24 @@ def test_the_planner_counts_what_is_kept(case: Case) -> None:
     assert int8.flops(7, 3) == plain.flops(7, 3)
 
 
+def test_rows_of_tables_are_filled_up_to_whole_tiles(case: Case) -> None:
+    params = case.load("separate", Forms(pads_tables=True))
+    width = case.spec.hidden_size
+    assert width % 128
+    names = {"embed"} | ({"positions"} if case.spec.positions else set())
+    assert {name for name, node in params.items() if isinstance(node, Matrix)} == names
+    for name in names:
+        [rows] = params[name].arrays.values()
+        assert rows.shape[1] % 128 == 0
+        np.testing.assert_array_equal(rows[:, :width], case.params[name])
+        assert not np.asarray(rows)[:, width:].any()
+    logits = jax.jit(lambda params: dense_logits(params, case.spec, TOKENS))(params)
+    chex.assert_trees_all_close(logits, dense_logits(case.params, case.spec, TOKENS), atol=2e-5, rtol=0)
+
+
 def test_a_table_of_a_form_without_rows_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Halves keeps no rows that could be looked up"):
-        Halves().table({})
+        Halves().look_up({}, jnp.arange(2))
 
 
 @pytest.mark.parametrize("quantization", ["int8_w8a8", "fp8_w8a8"])

@@ -13,6 +13,7 @@ from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
@@ -98,6 +99,7 @@ class Forms:
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
+    pads_tables: whether rows that are looked up by token are filled up to whole tiles, as TPUs need them
     own: the forms of some matrices, by their names and declarations, which come before all others
     """
 
@@ -106,6 +108,7 @@ class Forms:
     table: Form = PLAIN
     experts: Form = PLAIN
     stored: FewBitsForms | None = None
+    pads_tables: bool = False
     own: Mapping[tuple[str, ParamDecl], Form] = field(default_factory=dict)
 
     @classmethod
@@ -133,7 +136,8 @@ class Forms:
         elif quantization is None and isinstance(backend.chip, GpuChip):
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
-        return cls(layers, usual, PLAIN if isinstance(usual, Turned) else usual, experts, stored)
+        table = PLAIN if isinstance(usual, Turned) else usual
+        return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
 
     def as_stored(self, layers: StoredAs | None, experts: StoredAs | None) -> Self:
         """Returns the forms of a model of whose layers a checkpoint stores the matrices, and the experts, so."""
@@ -146,6 +150,8 @@ class Forms:
         """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
         if (own := self.own.get((name, decl))) is not None:
             return own
+        if self.pads_tables and decl.storage in ("table", "tied_table") and decl.shape[-1] % LANES:
+            return PaddedTable(decl.shape[-1])
         if decl.storage == "tied_table":
             return self.table
         if decl.storage == "experts":

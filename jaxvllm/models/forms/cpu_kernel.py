@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
@@ -75,5 +76,5 @@ class CpuKernel(OnCpu):
     def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
         return [arrays[MATRIX] for arrays in matrices], None
 
-    def table(self, arrays: Arrays) -> jax.Array:
-        return arrays[MATRIX]
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        return jnp.take(arrays[MATRIX], numbers, axis=0, mode="clip")

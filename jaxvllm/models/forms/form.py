@@ -116,8 +116,11 @@ class Form(ABC):
         """Returns b x gated by a x for matrices of the halves a and b, if the form has its own way to do that."""
         return None
 
-    def table(self, arrays: Arrays) -> jax.Array:
-        """Returns the matrix as a table whose rows can be looked up, for embeddings that are the LM head too."""
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        """Returns the rows i32[T] of a table [V, E], [T, E], for embeddings that may be the LM head too.
+
+        Numbers beyond the table are those of its first or last row.
+        """
         raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
 
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:

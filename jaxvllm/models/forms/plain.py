@@ -26,8 +26,8 @@ class Plain(Form):
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return xla_product(x, arrays[MATRIX], dtype, is_slice)
 
-    def table(self, arrays: Arrays) -> jax.Array:
-        return arrays[MATRIX]
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        return jnp.take(arrays[MATRIX], numbers, axis=0, mode="clip")
 
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:
         return arrays[MATRIX]
