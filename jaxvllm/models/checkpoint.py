@@ -31,7 +31,7 @@ from jaxvllm.models.safetensors_files import INDEX
 from jaxvllm.models.shards import Parts, assemble, joined, read_shards, read_stored, sharding_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.stored_forms import stored_forms
+from jaxvllm.models.stored_forms import expected_forms, stored_forms
 from jaxvllm.models.tiling import Fill, copied
 from sharding.placement import mesh_of, stage_meshes
 
@@ -137,7 +137,7 @@ def load(
     if weights is None and forms.stored is not None:
         encoding = published_encoding(hf_config or read_config(path))
         if encoding is not None:
-            forms = forms.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
+            forms = replace(forms, own={**expected_forms(encoding, spread, dtype, forms), **forms.own})
     if isinstance(weights, StoredWeights):
         found = stored_forms(weights, spread, dtype, forms)
         own = {key: form for key, form in found.items() if forms.own.get(key, form) == form}

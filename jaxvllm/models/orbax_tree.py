@@ -82,10 +82,13 @@ class OrbaxTree:
         for key, decl in expected.items():
             shape, dtypes = decl.shape, DTYPES if decl.dtype is None else (decl.dtype,)
             if key not in found:
-                raise ValueError(f"{directory} lacks the array {key}, which should have shape {shape}")
+                raise ValueError(
+                    f"{directory} lacks the array {key}, which should have shape {shape}: convert the model again"
+                )
             if tuple(found[key].shape) != shape:
                 raise ValueError(
-                    f"{directory}: array {key} has shape {tuple(found[key].shape)}, and the config makes it {shape}"
+                    f"{directory}: array {key} has shape {tuple(found[key].shape)}, and the config makes it {shape}: "
+                    "convert the model again"
                 )
             if str(jnp.dtype(found[key].dtype)) not in dtypes:
                 raise ValueError(

@@ -22,6 +22,7 @@ from jaxvllm.models.params import num_parameters
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.stored_forms import expected_forms
 from jaxvllm.planner.share import Share
 from jaxvllm.planner.target import Target
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
@@ -148,7 +149,9 @@ class Deployment:
         on_cpu = self.target.platform == "cpu" and self.stages == 1
         forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=on_cpu, shards=self.size)
         encoding = published_encoding(self.hf_config)
-        return forms if encoding is None else forms.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
+        if encoding is None:
+            return forms
+        return replace(forms, own=expected_forms(encoding, self.spread, self.dtype, forms))
 
     @property
     def page_bytes(self) -> float:

@@ -20,6 +20,7 @@ from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Arrays
@@ -243,10 +244,11 @@ def test_tokens_are_rounded_as_the_matrix_is(quantization: str) -> None:
 def test_a_checkpoint_for_rounded_tokens_has_them_where_the_chip_multiplies_them(
     chip: str, code: Code, wanted: bool
 ) -> None:
-    chosen = Forms.chosen(None, Backend.of_chip(CHIPS[chip]), may_turn=False)
+    forms = FewBitsForms(Backend.of_chip(CHIPS[chip]))
     way = StoredAs(code, None, "bfloat16", rounds_tokens=True)
-    assert isinstance(chosen.as_stored(way, None).layers, RoundedTokens) == wanted
-    assert not isinstance(chosen.as_stored(replace(way, rounds_tokens=False), None).layers, RoundedTokens)
+    assert isinstance(forms.of(way, None), RoundedTokens) == wanted
+    assert not isinstance(forms.of(replace(way, rounds_tokens=False), None), RoundedTokens)
+    assert not isinstance(forms.of(way, None, of_experts=True), RoundedTokens), "their kernels read codes"
 
 
 def test_options_name_the_forms_that_people_may_choose() -> None:

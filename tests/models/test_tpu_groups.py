@@ -23,6 +23,7 @@ from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, UINT4, Code
 from tests.models.fixture import Fixture
 from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
 from tests.models.published.test_mxfp4 import gpt_oss, random_experts
+from tests.models.published.test_packed_integers import compressed
 from tests.models.published.test_stored_bits import CASES, kept, load, of_projections
 from tests.models.published.written import fp8_checkpoint, resized, write_model
 
@@ -87,6 +88,23 @@ def test_codes_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
         # With zeros up to a multiple of 128 inputs, smaller matrices would take more than their values.
         assert "down" in kept(params)
         assert_kept(params, load(path, Forms(), size, layout=layout))
+
+
+def int8_rows(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    scales = random.uniform(0.01, 0.02, (shape[0], 1)).astype(np.float32)
+    return {"weight": random.integers(-127, 128, shape, np.int8), "weight_scale": scales}
+
+
+def test_a_row_keeps_its_scale_where_heads_are_filled_up(tmp_path: Path) -> None:
+    # Six heads of 64 become eight on four devices, and the first head of a device may be none of the model's.
+    sizes = {64: 384, 32: 128, 16: 64}
+    fixture = resized(Fixture.load("qwen3"), sizes, ".self_attn.", num_attention_heads=6, head_dim=64)
+    settings = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    path = of_projections(tmp_path, fixture, settings, int8_rows)
+    params = load(path, on_tpu(4), 4, layout="stacked")
+    assert "o" in kept(params)
+    assert_kept(params, load(path, Forms(), 4, layout="stacked"))
 
 
 def test_blocks_of_fp8_are_kept_on_a_mesh(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxvllm.planner.deployment import Deployment
+from jaxvllm.planner.known_models import find_config
 from jaxvllm.runtime.buckets import Bucket
 from pallas_kernels.ragged_paged_attention import KVQuantization
 from tests.planner.deployments import TINY, deployment
@@ -70,3 +71,17 @@ def test_the_plan_takes_the_way_to_experts_that_an_engine_would(device, mesh, ba
     options = {"mesh": mesh, "enable_expert_parallel": True, "all2all_backend": backend}
     planned = deployment("Qwen3-30B-A3B", device, **options)
     assert {layer.ffn.sends_apart for layer in Deployment.from_json(planned.to_json()).spec.layers} == {is_apart}
+
+
+@pytest.mark.parametrize(
+    ("device", "mesh", "kept"),
+    [
+        ("v6e", "1x1", {"experts_gate_up", "experts_down"}),
+        # 2,880 inputs of a down projection are 360 on each of eight devices, in groups of eight, which no kernel takes.
+        ("v6e", "1x8", {"experts_gate_up"}),
+        ("h200", "1x2", {"experts_gate_up"}),
+    ],
+)
+def test_a_plan_keeps_the_bits_that_an_engine_would(device, mesh, kept):
+    config = find_config("gpt-oss-20b")[1] | {"quantization_config": {"quant_method": "mxfp4"}}
+    assert {name for name, _ in deployment(config, device, mesh=mesh).forms.own} == kept

@@ -1,7 +1,7 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
@@ -49,10 +49,15 @@ class FewBitsForms:
     by_tile: bool = False
     shards: int = 1
 
-    def of(self, stored: StoredAs, group: int | None) -> FewBits | None:
-        """Returns the form of a matrix with groups of at most that size, or None where it has none."""
+    def of(self, stored: StoredAs, group: int | None, of_experts: bool = False) -> FewBits | None:
+        """Returns the form of a matrix with groups of at most that size, or None where it has none.
+
+        group: None stands for all that a device has of a row
+        of_experts: whether rows are multiplied by experts of theirs. Our own kernels do that, whatever XLA does faster
+        for a single matrix, because XLA would copy each expert
+        """
         chip = self.backend.chip
-        if stored.is_by_row and stored.rounds_tokens and multiplies(stored.code, chip):
+        if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
             return GpuGroups(
@@ -66,23 +71,22 @@ class FewBitsForms:
             )
         # XLA multiplies by rows of FP8 without a copy. It does by rows of int8, too, in 1.6 times the time of our
         # kernel on v5e, and a little longer on v6e and v7x (16 rows, libtpu's estimates).
-        if isinstance(chip, TpuChip) and not (stored.is_by_row and stored.code != INT8):
-            whole = group if stored.group is not None else None
-            if takes_groups(whole):
-                groups = ScaledGroups(stored.code, whole, stored.scale_dtype, stored.has_zeros, self.shards)
-                return TpuGroups(groups, chip, self.backend.interpret)
+        by_xla = stored.is_by_row and stored.code != INT8 and not of_experts
+        if isinstance(chip, TpuChip) and not by_xla and takes_groups(group):
+            groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+            return TpuGroups(groups, chip, self.backend.interpret)
         if stored.is_by_row and stored.code == INT8:
             return int8_form(chip if isinstance(chip, CpuChip) else None)
         if self.by_tile:
             return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
-    def named(self, quantization: str) -> FewBits:
+    def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
-        if wanted.rounds_tokens:
+        if wanted.rounds_tokens and not (of_experts and isinstance(self.backend.chip, TpuChip | GpuChip)):
             return RoundedTokens(code=wanted.code)
-        if (form := self.of(wanted, wanted.group)) is None:
+        if (form := self.of(wanted, wanted.group, of_experts)) is None:
             raise NotImplementedError(
                 f"quantization {quantization} has no kernel for this device yet, and without one each step would write "
                 "all matrices in 16 bits: use int8 or fp8, or a CPU"
@@ -131,6 +135,8 @@ class Forms:
         layers = usual if quantization is None else in_few_bits.named(quantization)
         # An expert is multiplied by few rows, and one that is turned ten times slower (CPU, 32 experts of 512 x 256).
         experts = PLAIN if isinstance(layers, Turned) else layers
+        if quantization is not None:
+            experts = in_few_bits.named(quantization, of_experts=True)
         if quantization is None and isinstance(backend.chip, TpuChip):
             experts = TpuExperts(backend.chip, backend.interpret)
         elif quantization is None and isinstance(backend.chip, GpuChip):
@@ -138,13 +144,6 @@ class Forms:
         stored = in_few_bits if quantization is None else None
         table = PLAIN if isinstance(usual, Turned) else usual
         return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
-
-    def as_stored(self, layers: StoredAs | None, experts: StoredAs | None) -> Self:
-        """Returns the forms of a model of whose layers a checkpoint stores the matrices, and the experts, so."""
-        if self.stored is None:
-            return self
-        forms = [None if way is None else self.stored.of(way, way.group) for way in (layers, experts)]
-        return replace(self, layers=forms[0] or self.layers, experts=forms[1] or self.experts)
 
     def of(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
         """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
@@ -158,7 +157,7 @@ class Forms:
             return self.experts
         if decl.storage == "matrix":
             # An array that declares a dtype, such as a router, is never quantized.
-            return self.layers if is_of_layer and decl.dtype is None else self.head
+            return _if_smaller(self.layers, decl) if is_of_layer and decl.dtype is None else self.head
         return PLAIN
 
     def kept(
@@ -181,3 +180,8 @@ class Forms:
 
 
 PLAIN_FORMS = Forms()
+
+
+def _if_smaller(form: Form, decl: ParamDecl) -> Form:
+    """Returns the form, or the plain one where its padding would take more than few bits save, in 16 bits."""
+    return PLAIN if isinstance(form, FewBits) and not form.saves(decl, "bfloat16") else form

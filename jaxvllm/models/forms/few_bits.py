@@ -1,7 +1,8 @@
 """`FewBits`: the forms of matrices that a checkpoint stores in few bits, whose arrays are made of what it stores."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -61,9 +62,17 @@ class FewBits(Form):
         """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
         return True
 
+    def saves(self, matrix: ParamDecl, dtype: DTypeLike) -> bool:
+        """Tells whether its arrays take fewer bytes than the matrix takes in `dtype`."""
+        return _num_bytes(self.declare(matrix).values(), dtype) < _num_bytes([matrix], dtype)
+
     @abstractmethod
     def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
         """Returns the functions that fill the arrays which `declare` tells for this matrix."""
+
+
+def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:
+    return sum(math.prod(decl.shape) * decl.dtype_in(dtype).itemsize for decl in decls)
 
 
 def packed(codes: Fill, per_byte: int) -> Fill:

@@ -72,8 +72,9 @@ class ScaledGroups(FewBits):
         *out, size = matrix.shape
         per_byte = self.code.per_byte
         inputs = shardings[CODES].shard_shape((*out, size // per_byte))[-1] * per_byte  # of each device
-        rounded = jax.jit(self.rounded, static_argnums=1, out_shardings=dict(shardings))
-        kept: dict[str, jax.Array] = rounded(matrix, self._group(inputs))
+        # jax knows a function again that lives as long as its module: a model has thousands of experts.
+        rounded = jax.jit(_rounded, static_argnums=(0, 2), out_shardings=dict(shardings))
+        kept: dict[str, jax.Array] = rounded(self, matrix, self._group(inputs))
         return kept
 
     def rounded(self, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
@@ -146,6 +147,10 @@ class ScaledGroups(FewBits):
         """Returns the values of some rows [R, in], rounded once."""
         codes, scales = _bits(rows[CODES], self.code.dtype), _bits(rows[SCALES], self.scale_dtype)
         return decoded(self.code, codes, scales, rows.get(ZEROS)).astype(dtype)
+
+
+def _rounded(form: ScaledGroups, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
+    return form.rounded(matrix, group)
 
 
 def _held(dtype: str) -> str:

@@ -33,7 +33,7 @@ class ScaledRows(FewBits):
     code: Code = field(default=INT8, kw_only=True)
 
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
-        scales = ParamDecl(matrix.shape[:-1], matrix.axes[:-1], "ones", dtype="float32")
+        scales = ParamDecl(matrix.shape[:-1], matrix.axes[:-1], "ones", dtype="float32", chosen=matrix.chosen)
         return {VALUES: replace(matrix, dtype=self.code.dtype), SCALES: scales}
 
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
@@ -63,9 +63,13 @@ def int8_form(chip: CpuChip | None) -> ScaledRows:
 
 
 def rounded_by_row(matrix: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
-    """Returns values [.., in] and scales f32[..] of a matrix [.., in]. A row of zeros has the scale 1."""
+    """Returns values [.., in] and scales f32[..] of a matrix [.., in]. A row of zeros has the scale 1.
+
+    A row with a NaN has NaN for its scale. No scale is less than the normal numbers, which some devices take for 0.
+    """
     exact = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), axis=-1)
     # XLA would make this product of a division, and NumPy would not.
-    scales = jnp.where(largest > 0, largest * np.float32(1 / code.largest), 1.0)
+    scales = jnp.maximum(largest * np.float32(1 / code.largest), np.finfo(np.float32).tiny)
+    scales = jnp.where(largest == 0, 1.0, scales)
     return code.rounded(exact / scales[..., None]), scales

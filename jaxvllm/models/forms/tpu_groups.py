@@ -102,32 +102,34 @@ class TpuGroups(FewBits):
         return {"float8_e8m0fnu": "uint8", "bfloat16": "bfloat16"}.get(stored, "float32")
 
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        from pallas_kernels.quantized_matmul import tpu_words
-
         sharding = shardings[CODES]
         assert isinstance(sharding, NamedSharding)
         count = sharding.num_devices
         parts_in, parts_out = (count // part for part in sharding.shard_shape((count,) * matrix.ndim)[-2:])
-
-        def rounded(matrix: jax.Array) -> dict[str, jax.Array]:
-            size = matrix.shape[-1]
-            group = self.group_of(size // parts_in)
-            found = self.groups.rounded(matrix, size // parts_in if self.groups.group is None else group)
-            codes = found[CODES]
-            if self.groups.code.per_byte == 2:
-                codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(matrix.shape)
-            codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-            wide = _with_zeros(_with_zeros(codes, -1, parts_in, INPUTS), -2, parts_out, COLUMNS)
-            made = {CODES: tpu_words.in_words(self.groups.code, wide).swapaxes(-1, -2)}
-            for name in (SCALES, ZEROS):
-                if name in found:
-                    times = wide.shape[-1] // parts_in // INPUTS if self.groups.group is None else 1
-                    padded = _with_zeros(jnp.repeat(found[name], times, -1), -1, parts_in, self._unit)
-                    made[name] = padded.swapaxes(-1, -2).astype(self._scale_dtype if name == SCALES else padded.dtype)
-            return made
-
-        kept: dict[str, jax.Array] = jax.jit(rounded, out_shardings=dict(shardings))(matrix)
+        # jax knows a function again that lives as long as its module: a model has thousands of experts.
+        rounded = jax.jit(_rounded, static_argnums=(0, 2, 3), out_shardings=dict(shardings))
+        kept: dict[str, jax.Array] = rounded(self, matrix, parts_in, parts_out)
         return kept
+
+    def rounded(self, matrix: jax.Array, parts_in: int, parts_out: int) -> dict[str, jax.Array]:
+        """Returns the arrays of a matrix of which so many devices share the inputs, and the columns."""
+        from pallas_kernels.quantized_matmul import tpu_words
+
+        size = matrix.shape[-1]
+        group = self.group_of(size // parts_in)
+        found = self.groups.rounded(matrix, size // parts_in if self.groups.group is None else group)
+        codes = found[CODES]
+        if self.groups.code.per_byte == 2:
+            codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(matrix.shape)
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
+        wide = _with_zeros(_with_zeros(codes, -1, parts_in, INPUTS), -2, parts_out, COLUMNS)
+        made = {CODES: tpu_words.in_words(self.groups.code, wide).swapaxes(-1, -2)}
+        for name in (SCALES, ZEROS):
+            if name in found:
+                times = wide.shape[-1] // parts_in // INPUTS if self.groups.group is None else 1
+                padded = _with_zeros(jnp.repeat(found[name], times, -1), -1, parts_in, self._unit)
+                made[name] = padded.swapaxes(-1, -2).astype(self._scale_dtype if name == SCALES else padded.dtype)
+        return made
 
     def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
         from pallas_kernels.quantized_matmul import tpu_words
@@ -202,6 +204,10 @@ class TpuGroups(FewBits):
 
         flat = {name: array.reshape(len(array), -1, *array.shape[-2:]) for name, array in stack.items()}
         return QuantizedMatrices(self.groups.code, group, flat[CODES], flat[SCALES], flat.get(ZEROS))
+
+
+def _rounded(form: TpuGroups, matrix: jax.Array, parts_in: int, parts_out: int) -> dict[str, jax.Array]:
+    return form.rounded(matrix, parts_in, parts_out)
 
 
 def _padded(size: int, unit: int) -> int:

@@ -41,7 +41,8 @@ class CompressedScheme:
     def settings(self, ignore: list[str]) -> dict[str, Any]:
         """Returns the quantization_config of a checkpoint whose linear layers are stored so, but for those to ignore.
 
-        Bytes are published with activations that an engine quantizes token by token. We do not quantize these.
+        Bytes are published with activations that an engine rounds token by token, as vLLM needs them. We do so where
+        the chip multiplies such numbers.
         """
         code, group = self.stored.code, self.stored.group
         kind = "float" if code.name.startswith("float") else "int"

@@ -64,7 +64,10 @@ class CompressedTensors(Encoding):
                 blocks.append(block)
             if (size := weights.optional_integer("group_size", least=-1)) is not None and size > 0:
                 blocks.append((1, size))
-        return cls(tuple(dict.fromkeys(blocks)), ways[0] if ways else None)
+        # Files do not tell which group a matrix belongs to, so tokens are rounded for all of them or for none.
+        rounds = all(way.rounds_tokens for way in ways if way.is_by_row)
+        first = replace(ways[0], rounds_tokens=rounds and ways[0].rounds_tokens) if ways else None
+        return cls(tuple(dict.fromkeys(blocks)), first)
 
     def usual(self, storage: Storage) -> StoredAs | None:
         return self.first

@@ -3,6 +3,7 @@
 import logging
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.published import encoded_files, published_encoding
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.stored_forms import expected_forms
 from jaxvllm.planner.share import Share
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
@@ -395,7 +397,7 @@ def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
     spec, encoding = model_spec(config), published_encoding(config)
     assert encoding is not None
     params = load(path)
-    forms = TILES.as_stored(encoding.usual("matrix"), encoding.usual("experts"))
+    forms = replace(TILES, own=expected_forms(encoding, Spread(spec), jnp.float32, TILES))
     dummy = load(path, load_format="dummy")
     chex.assert_trees_all_equal_shapes_and_dtypes(dummy, params)
     share = Share(Spread(spec), jnp.dtype("float32"), forms)
