@@ -51,7 +51,7 @@ ENTRY %main (a: f32[100,8], b: s32[]) -> (s32[], f32[100,8]) {
 
 def test_slices_count_and_not_the_pages_that_they_are_of() -> None:
     read, written, compared = 32 + 4 + 32, 32 + 4 + 32, 4 + 1  # 100 rows of 32 bytes are no part of these
-    counted = Counter(PROGRAM, StateStep(rows=4, tokens=1)).count()
+    counted = Counter(PROGRAM, StateStep(rows=4, tokens=1), "tokens").count()
     assert counted == Counted(kernels=12, host_waits=4, num_bytes=4 * (read + written + compared))
 
 
@@ -66,4 +66,4 @@ ENTRY %main (a: f32[8], pages: f32[2,512,16,272,128]) -> (f32[4], f32[2,512,16,2
 }}
 """
     step = StateStep(rows=3, tokens=1)
-    assert Counter(program, step).count() == Counted(kernels=1, num_bytes=32 + 16 + 6 * PAGE_BYTES)
+    assert Counter(program, step, "tokens").count() == Counted(kernels=1, num_bytes=32 + 16 + 6 * PAGE_BYTES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import aot
-from tools.aot_outcome import HEADER, Outcome
+from tools.aot_outcome import HEADER, KINDS, Outcome
 from tools.kernel_resources import KernelResources, read_resources
 
 type MakeWorker = Callable[[str], Path]
@@ -104,12 +104,7 @@ def test_the_table() -> None:
 def test_the_exit_status(
     statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = {
-        "attention": [Outcome("p", status, 1.0) for status in statuses],
-        "experts": [],
-        "states": [],
-        "step": [],
-    }
+    outcomes = dict.fromkeys(KINDS, ()) | {"attention": [Outcome("p", status, 1.0) for status in statuses]}
     monkeypatch.setattr(aot, "compile_for", lambda chip, kind: iter(outcomes[kind]))
     monkeypatch.setattr(sys, "argv", ["aot", "v5e"])
     with pytest.raises(SystemExit) as exit:

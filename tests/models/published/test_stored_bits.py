@@ -46,6 +46,8 @@ ROWS = Forms(stored=FewBitsForms())
 def load(directory: Path, forms: Forms = TILES, size: int = 1, **options: Any) -> Any:
     config = checkpoint.read_config(directory)
     mesh = make_mesh(MeshShape(1, size), jax.devices())
+    if forms.stored is not None:
+        forms = replace(forms, stored=replace(forms.stored, shards=size))
     usual = {"dtype": jnp.float32, "layout": "separate", "mesh": mesh, "forms": forms}
     return checkpoint.load(directory, model_spec(config), **(usual | options))
 
