@@ -144,6 +144,8 @@ def build(
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, on_cpu, proposer)
+    smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
+    smallest.pages(spec, backend, meshes[0])  # which raises, before weights are read, where there are no such pages
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.phase("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
@@ -170,7 +172,6 @@ def build(
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.phase("memory"):
-        smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
         room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)
@@ -317,6 +318,7 @@ def _load(
         hf_config=resolved.hf_config,
         tensors=tensors,
         forms=forms,
+        needs_kv_scales=resolved.kv_quantization is not None and resolved.kv_quantization.needs_scales,
     )
 
     def copied(mesh: Mesh) -> Params:
