@@ -36,6 +36,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.params import Params
+from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.stored_forms import held_forms
@@ -135,8 +136,11 @@ def build(
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
         raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
-    if resolved.kv_quantization is not None and config.kv_cache_dtype == "auto":
-        logger.info("keys and values are kept in %s, as the checkpoint says", resolved.kv_quantization.codes)
+    if config.kv_cache_dtype == "auto" and (scheme := stated_kv_scheme(resolved.hf_config)) is not None:
+        if resolved.kv_quantization is not None:
+            logger.info("keys and values are kept in %s, as the checkpoint says", resolved.kv_quantization.codes)
+        else:
+            logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend)
