@@ -20,6 +20,7 @@ from tests.models.published.written import write_model
 LLAMA = Fixture.load("llama")
 K = LLAMA.config["num_key_value_heads"]
 FP8 = {"quant_method": "fp8"}
+PASSED_OVER = ("q_proj.output_scale", "prob_output_scale")
 ONE, OTHER = np.float32(0.25), np.float32(0.5)
 
 
@@ -43,6 +44,10 @@ def loaded(directory: Path, layout: Any = "separate", mesh: Any = None, **option
         ({"k_proj.k_scale": ONE, "v_proj.v_scale": OTHER, "k_zero_point": ONE}, (ONE, OTHER)),
         ({"qkv_proj.k_scale": ONE, "qkv_proj.v_scale": OTHER}, (ONE, OTHER)),
         ({"k_cache.scale": ONE, "v_cache.scale": OTHER, "q.scale": ONE}, (ONE, OTHER)),
+        (
+            {"k_proj.output_scale": ONE, "v_proj.output_scale": OTHER} | dict.fromkeys(PASSED_OVER, ONE),
+            (ONE, OTHER),
+        ),
         ({"attn.kv_scale": ONE}, (ONE, ONE)),
         ({"attn.k_scale": OTHER}, (OTHER, OTHER)),
     ],
