@@ -154,6 +154,23 @@ def test_pages_that_are_shared_latents_and_an_index(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_drafts_of_a_model_with_calibrated_integers(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of drafts have no scales. With integers in them hardly a draft would be right."""
+    choose_drafts(monkeypatch)
+    path = calibrated(tiny_checkpoint, tmp_path, "int", 32)  # no key or value is beyond the largest code
+    drafts = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
+    with all_drafts_or_none(bursts=False), tiny_llm(path, speculative_config=drafts, dtype="float32") as llm:
+        assert [pages.dtype for pages in llm.engine.replicas[0].runner.page_like] == [jnp.int8, jnp.float32]
+        found = greedy_tokens(llm, PROMPTS, 12)
+        # The rounding of the model leaves 13 of 30 right, and integers in these pages would leave 7 of 36.
+        stats = llm.engine.stats()
+        assert stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens > 0
+    assert found == recomputed(path, partial(by_head, largest=127, dtype=jnp.int8))
+
+
+@pytest.mark.slow
 def test_drafts_of_a_model_in_eight_bits(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_drafts(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head"}
