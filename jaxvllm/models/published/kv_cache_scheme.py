@@ -30,5 +30,5 @@ def stated_kv_codes(config: Mapping[str, Any]) -> Codes | None:
         return None
     kind, is_static = stated.get("type"), stated.get("symmetric", True) is True and not stated.get("dynamic")
     by_head = stated.get("strategy", "tensor") in ("tensor", "attn_head")
-    is_known = is_static and by_head and stated.get("num_bits") == 8 and isinstance(kind, str)
-    return _CODES.get(kind) if is_known else None
+    is_known = is_static and by_head and stated.get("num_bits") == 8
+    return _CODES.get(kind) if is_known and isinstance(kind, str) else None
