@@ -182,3 +182,4 @@ def test_what_the_hardware_does_not_take_is_refused() -> None:
     taken = {case.name for case in CASES if tiles_of(case, GPUS["h200"]) is not None}
     assert taken == {"int4", "int4-groups-of-32", "int4-zeros", "int8-groups", "fp8-blocks"}
     assert tiles_of(BY_NAME["int4"], GPUS["h200"], "float32") is None
+    assert tiles_of(replace(BY_NAME["int4-zeros"], size_out=100), GPUS["h200"]) is None  # no multiple of eight rows
