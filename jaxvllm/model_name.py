@@ -49,18 +49,12 @@ def local_directory(model: str) -> Path | None:
 
 def _gguf_in(directory: Path, kind: str | None = None) -> Path:
     """Returns the GGUF file in a directory, of a kind such as Q4_K_M: the first of its files where a model is split."""
-    # Files of a large model may have a directory of their own.
-    everything = sorted(file for pattern in ("*", "*/*") for file in directory.glob(f"{pattern}{SUFFIX}"))
-    files = (file for file in everything if not file.name.startswith(_BESIDE))
-    found = [file for file in files if not is_later_part(file)]
+    found = _first_files(directory)
     if not found:
         raise ValueError(
             f"{directory} has no {CONFIG}: it must be a model in Hugging Face format, or in {SUFFIX} files"
         )
-    of_kind = found
-    if kind is not None:
-        named = re.compile(rf"(^|[-._]){re.escape(kind)}($|[-.])", re.IGNORECASE)
-        of_kind = [file for file in found if named.search(file.stem)]
+    of_kind = found if kind is None else _of_kind(found, kind)
     if len(of_kind) != 1:
         names = ", ".join(str(file.relative_to(directory)) for file in found)
         asked = f"one {SUFFIX} file" if kind is None else f"one {SUFFIX} file of the kind {kind}"
@@ -68,11 +62,30 @@ def _gguf_in(directory: Path, kind: str | None = None) -> Path:
     return of_kind[0]
 
 
+def _first_files(directory: Path) -> list[Path]:
+    """Returns the GGUF files of the models in a directory, the first one of each that is split."""
+    # Files of a large model may have a directory of their own.
+    everything = sorted(file for pattern in ("*", "*/*") for file in directory.glob(f"{pattern}{SUFFIX}"))
+    return [file for file in everything if not file.name.startswith(_BESIDE) and not is_later_part(file)]
+
+
+def _of_kind(files: list[Path], kind: str) -> list[Path]:
+    named = re.compile(rf"(^|[-._]){re.escape(kind)}($|[-.])", re.IGNORECASE)
+    return [file for file in files if named.search(file.stem)]
+
+
 def hub_patterns(kind: str) -> tuple[str, ...]:
-    """Returns the patterns of the GGUF files of a kind: F16 is a word of their names, and BF16 another one."""
+    """Returns the patterns of the GGUF files of a kind: F16 is a word of their names, and BF16 another one.
+
+    The hub compares letters with their case, so names with the kind as it is given, in lower and in upper case match.
+    """
     ends = (f"{SUFFIX}", f"[-.]*{SUFFIX}")
     starts = ("", "*[-._/]")
-    return tuple(f"{start}{word}{end}" for word in (kind.lower(), kind.upper()) for start in starts for end in ends)
+    return tuple(f"{start}{word}{end}" for word in _spellings(kind) for start in starts for end in ends)
+
+
+def _spellings(kind: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((kind, kind.lower(), kind.upper())))
 
 
 def resolve(model: str) -> Path:
@@ -97,4 +110,11 @@ def resolve(model: str) -> Path:
             f"model {model!r} is not a directory, and could not be downloaded "
             f"({type(error).__name__}: {error}): give a local directory"
         ) from error
-    return directory if kind is None else _gguf_in(directory, kind)
+    if kind is None:
+        return directory
+    if not _of_kind(_first_files(directory), kind):
+        raise ValueError(
+            f"{name} on the hub has no {SUFFIX} file of the kind {', '.join(_spellings(kind))}: give the kind as the "
+            "names of its files spell it"
+        )
+    return _gguf_in(directory, kind)

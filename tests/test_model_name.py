@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from jaxvllm.cli import main
-from jaxvllm.model_name import ASSETS, hub_patterns, local_directory
+from jaxvllm.model_name import ASSETS, hub_patterns, local_directory, resolve
 from pallas_kernels import extras
 
 
@@ -43,6 +44,15 @@ def test_only_files_of_a_kind_are_downloaded() -> None:
         *("M-BF16.gguf", "M-Q8_0.gguf", "F16.txt", "M-F16K.gguf", "BF16/M-BF16-00001-of-00002.gguf"),
     ]
     assert list(filter_repo_objects(names, allow_patterns=list(hub_patterns("F16")))) == names[:5]
+    mixed = ["M-Q4_K_m.gguf", "M-Q4_K_M.gguf", "m-q4_k_m.gguf"]
+    assert list(filter_repo_objects(mixed, allow_patterns=list(hub_patterns("Q4_K_m")))) == mixed
+
+
+def test_a_kind_that_the_hub_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is downloaded, so there is not even a directory.
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"owner/name on the hub has no .gguf file of the kind Q4_k, q4_k, Q4_K: give"):
+        resolve("owner/name:Q4_k")
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope/x", "nope", "/nope", "a/b/c", "~nobody-has-this-name/x", ""])

@@ -6,7 +6,8 @@ A page is in exactly one of three places:
     cached    reference count 0, but its hash is known: a later prompt may take it back (LRU order)
     free      reference count 0 and no hash; handed out first, so that cached prefixes live longest
 
-Page 0 is the trash page: padding rows of a step write there, nobody owns it and nobody reads it.
+Page 0 is the trash page: padding rows of a step write there, and nobody owns it. One row reads it: where pipeline
+stages cut a prompt into microbatches, its layers' states are there between two of them (`StateMemory.advance`).
 """
 
 import hashlib

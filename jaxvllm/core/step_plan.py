@@ -130,7 +130,8 @@ class StepPlan:
     def without_drafts(self) -> "StepPlan":
         """Returns a plan of decode rows for one step without drafts. Its `max_new` stays as the scheduler counted it.
 
-        A row may always yield less than that.
+        A row may always yield less than that. Its `new_pages` fit a program of one token a row, because one step with
+        drafts opens at most one page for a row, as one token does: no page is smaller than `MAX_DRAFTS` + 1.
         """
         return replace(self, num_drafts=0, row_tokens=1) if self.num_drafts else self
 

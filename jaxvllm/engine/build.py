@@ -36,6 +36,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.params import Params
+from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.stored_forms import held_forms
@@ -135,8 +136,11 @@ def build(
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
         raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
-    if resolved.kv_quantization is not None and config.kv_cache_dtype == "auto":
-        logger.info("keys and values are kept in %s, as the checkpoint says", resolved.kv_quantization.codes)
+    if config.kv_cache_dtype == "auto" and (scheme := stated_kv_scheme(resolved.hf_config)) is not None:
+        if resolved.kv_quantization is not None:
+            logger.info("keys and values are kept in %s, as the checkpoint says", resolved.kv_quantization.codes)
+        else:
+            logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend)
@@ -144,6 +148,8 @@ def build(
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, on_cpu, proposer)
+    smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
+    smallest.pages(spec, backend, meshes[0])  # which raises, before weights are read, where there are no such pages
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.phase("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
@@ -170,7 +176,6 @@ def build(
     sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.phase("memory"):
-        smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
         room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)
@@ -317,6 +322,7 @@ def _load(
         hf_config=resolved.hf_config,
         tensors=tensors,
         forms=forms,
+        needs_kv_scales=resolved.kv_quantization is not None and resolved.kv_quantization.needs_scales,
     )
 
     def copied(mesh: Mesh) -> Params:

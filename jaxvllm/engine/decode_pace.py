@@ -38,16 +38,20 @@ class DecodeTime:
 
     @classmethod
     def joined(cls, times: "Sequence[DecodeTime]") -> "DecodeTime":
-        """Returns the time of a program that several replicas ran together, each of which says what it has seen."""
-        first, rows = times[0], [time.num_rows for time in times]
+        """Returns the time of a program that several replicas ran together, each of which says what it has seen.
+
+        It counts for the most rows that a replica had. Fewer rows are never measured then, so that it is paced if the
+        replica with the most rows was.
+        """
+        most = max(times, key=lambda time: time.num_rows)
         return cls(
-            max(rows),
+            most.num_rows,
             max(time.num_steps for time in times),
-            first.num_drafts,
+            most.num_drafts,
             min(time.seconds for time in times),  # the others include what the host did in between
-            float(np.average([time.tokens for time in times], weights=rows)),
-            all(time.is_paced for time in times),
-            first.is_blind,
+            float(np.average([time.tokens for time in times], weights=[time.num_rows for time in times])),
+            most.is_paced,
+            most.is_blind,
         )
 
 

@@ -34,14 +34,14 @@ MAX_REPORTS = 1024
 
 
 @dataclass(frozen=True)
-class _PlannedStep:
+class PlannedStep:
     """A step that is to be dispatched, and what the host has noted about it."""
 
     plan: StepPlan
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     start: float  # when the host began to plan it, on its monotonic clock
 
-    def without_drafts(self) -> "_PlannedStep":
+    def without_drafts(self) -> "PlannedStep":
         """Returns the step for a program without drafts, where each row yields one token."""
         return replace(self, plan=self.plan.without_drafts())
 
@@ -136,7 +136,7 @@ class Replica:
         planned = self.plan(outputs, self.pace.choose([self]))
         self.started(planned, None if planned is None else self.runner.dispatch(planned.plan))
 
-    def plan(self, outputs: OutputProcessor, choice: DecodeChoice) -> _PlannedStep | None:
+    def plan(self, outputs: OutputProcessor, choice: DecodeChoice) -> PlannedStep | None:
         """Decides what the next step computes, and returns it, if there is one. `started` must follow."""
         start = time.monotonic()
         programs = self.runner.programs
@@ -150,9 +150,9 @@ class Replica:
         outputs.scheduled(plan)
         if programs.ladder.blind and not plan.num_drafts and self._may_be_blind(plan, choice.num_rows):
             plan = replace(plan, is_blind=True)
-        return _PlannedStep(plan, self._recorder.begin(plan, self.scheduler), start)
+        return PlannedStep(plan, self._recorder.begin(plan, self.scheduler), start)
 
-    def started(self, planned: _PlannedStep | None, step: InFlight | HeldStep | None) -> None:
+    def started(self, planned: PlannedStep | None, step: InFlight | HeldStep | None) -> None:
         """Takes note of the step that was dispatched as `plan` has returned it, or that there was none."""
         if planned is not None:
             assert step is not None

@@ -103,6 +103,7 @@ def load(
     hf_config: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
     forms: Forms = PLAIN_FORMS,
+    needs_kv_scales: bool = False,
 ) -> Params:
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
@@ -113,6 +114,7 @@ def load(
     safetensors.
     Matrices are kept in the forms of `forms`, which are made one matrix at a time. Matrices that safetensors store in
     few bits are kept so where `forms` allow it (`models.stored_forms`), and otherwise decoded while they are read.
+    Scales of keys and values that `spec` has and the weights lack are 1, or an error with `needs_kv_scales`.
     Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
     """
     if load_format not in get_args(LoadFormat):
@@ -126,13 +128,14 @@ def load(
         raise NotImplementedError(f"{path / TREE} cannot be read in stages by several processes: give the safetensors")
     weights: OrbaxTree | StoredWeights | None = None
     if tensors is not None:
-        weights = StoredWeights.of(HeldTensors(tensors), find_family(hf_config or read_config(path)), spec)
+        family = find_family(hf_config or read_config(path))
+        weights = StoredWeights.of(HeldTensors(tensors), family, spec, needs_kv_scales)
+    elif load_format == "auto" and (path / TREE).is_dir():
+        if needs_kv_scales:
+            raise ValueError(f"{path / TREE} has no scales of keys and values, which int8 needs: give the safetensors")
+        weights = OrbaxTree.open(path / TREE, spec)
     elif load_format == "auto":
-        weights = (
-            OrbaxTree.open(path / TREE, spec)
-            if (path / TREE).is_dir()
-            else StoredWeights.open(path, hf_config or read_config(path), spec)
-        )
+        weights = StoredWeights.open(path, hf_config or read_config(path), spec, needs_kv_scales)
     own: dict[tuple[str, ParamDecl], FewBits] = {}
     if weights is None and forms.stored is not None:
         encoding = published_encoding(hf_config or read_config(path))

@@ -166,7 +166,7 @@ class ExpertsFfn(ChoosingFfn):
 
     def whole(self) -> Self:
         """Returns the network of which every device has all experts, and sends nothing."""
-        return replace(self, is_by_expert=False, num_redundant=None, num_replicas=1)
+        return replace(self, is_by_expert=False, num_redundant=None, num_replicas=1, sends_apart=False)
 
     def apply_choosing(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput

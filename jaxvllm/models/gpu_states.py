@@ -101,7 +101,7 @@ class GpuStates:
         weights: Mapping[str, jax.Array],
         tokens: Token,
     ) -> tuple[jax.Array, jax.Array]:
-        """Implements `StateKernel`."""
+        """Implements `StateKernel`, and reads zeros for padding."""
         from pallas_kernels.linear_attention.gpu import take_chunks, take_tokens
 
         (rows, of_tokens, chunks), channels = plan, tokens[CHANNELS].astype(jnp.float32)
@@ -140,9 +140,9 @@ class GpuStates:
             read, pages = take_chunks(
                 pages, read, place, chunks, state_tokens, rest_of_chunks, unit=unit, chip=self.chip
             )
-        read = jnp.where(rows.is_real()[:, None, None, None], read, 0.0)
         if isinstance(self.recurrence, SelectiveScan):
-            return read + understood["skipped"], pages
+            read = read + understood["skipped"]
+        read = jnp.where(rows.is_real()[:, None, None, None], read, 0.0)
         return (read[:, :, 0] if isinstance(self.recurrence, ChannelDelta) else read), pages
 
     def _windows(self, pages: jax.Array, place: jax.Array | int, before: jax.Array, num_rows: int) -> jax.Array:

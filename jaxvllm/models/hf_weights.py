@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from jaxvllm.gguf_file import GgufFile, is_gguf
 from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.families import find_family
@@ -53,19 +55,24 @@ class StoredWeights:
     layers: tuple[Mapping[str, tuple[Source, ...]], ...]
 
     @classmethod
-    def open(cls, directory: Path, config: Mapping[str, Any], spec: ModelSpec) -> "StoredWeights":
+    def open(
+        cls, directory: Path, config: Mapping[str, Any], spec: ModelSpec, needs_kv_scales: bool = False
+    ) -> "StoredWeights":
         """Opens the weights of a directory, in the encoding that `config` tells, or of a GGUF file. Checks all tensors.
 
         Raises ValueError that names the file and the tensor which is missing, unexpected, or of another shape or dtype.
+        Layers may lack scales of keys and values, but not with `needs_kv_scales`. Each scale must be a positive number.
         """
+        tensors: Tensors
         if is_gguf(directory):
-            return cls.of(GgufTensors.of(GgufFile.open(directory, has_texts=False)), find_family(config), spec)
-        files, encoding = open_weights(directory), published_encoding(config)
-        tensors: Tensors = files if encoding is None else EncodedFiles.of(files, encoding)
-        return cls.of(tensors, find_family(config), spec)
+            tensors = GgufTensors.of(GgufFile.open(directory, has_texts=False))
+        else:
+            files, encoding = open_weights(directory), published_encoding(config)
+            tensors = files if encoding is None else EncodedFiles.of(files, encoding)
+        return cls.of(tensors, find_family(config), spec, needs_kv_scales)
 
     @classmethod
-    def of(cls, tensors: Tensors, family: Family, spec: ModelSpec) -> "StoredWeights":
+    def of(cls, tensors: Tensors, family: Family, spec: ModelSpec, needs_kv_scales: bool = False) -> "StoredWeights":
         """Checks every tensor, as `open` does."""
         prefix = _prefix(family, tensors)
         prefixes = [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
@@ -74,6 +81,7 @@ class StoredWeights:
         outer = outer_sources(spec, prefix, _names(family, tensors))
         weights = cls(tensors, outer, tuple({**own, **more} for own, more in zip(layers, scales, strict=True)))
         weights._check_names(family, spec)
+        weights._check_kv_scales(prefixes, needs_kv_scales)
         return weights
 
     def fill(self, name: str, layer: int | None) -> Fill:
@@ -132,6 +140,34 @@ class StoredWeights:
                 "of that name with this config, and ignoring it would change the model"
             )
 
+    def _check_kv_scales(self, prefixes: Sequence[str], must_have: bool) -> None:
+        """Checks that scales of keys and values are positive numbers, and that every layer has some if it must."""
+        scaled = {number: arrays for number, arrays in enumerate(self.layers) if KV_SCALES in arrays}
+        lacking = [number for number, arrays in scaled.items() if not arrays[KV_SCALES]]
+        if lacking and must_have:
+            number = lacking[0]
+            where = self.tensors.where(next(sources[0].name for sources in self.layers[number].values() if sources))
+            raise ValueError(
+                f"{where}: layer {number} has no scale of its keys and values, such as "
+                f"{prefixes[number]}self_attn.k_scale, and integers say nothing without one: give weights that have it "
+                "in all layers, or kv_cache_dtype int8_per_token_head or the dtype of the model"
+            )
+        if lacking:
+            logger.warning(
+                "%d of %d layers have no k_scale or v_scale: keys and values are rounded to eight bits unscaled there",
+                len(lacking),
+                len(scaled),
+            )
+        sources = {source.name: source for arrays in scaled.values() for source in arrays[KV_SCALES]}
+        for name, source in sources.items():
+            scales = np.empty(source.view, np.float32)
+            self.tensors.fill(source)(scales, (0, 0))
+            if (wrong := scales[~((scales > 0) & (scales < np.inf))]).size:
+                raise ValueError(
+                    f"{self.tensors.where(name)}: tensor {name} has a scale of {wrong[0]}: scales of keys and values "
+                    "must be positive numbers"
+                )
+
 
 def _kv_scales(tensors: Tensors, spec: ModelSpec, prefixes: Sequence[str]) -> list[Mapping[str, tuple[Source, ...]]]:
     """Returns the sources of each layer's scales of keys and values, where it has some.
@@ -145,8 +181,6 @@ def _kv_scales(tensors: Tensors, spec: ModelSpec, prefixes: Sequence[str]) -> li
         prefix = prefixes[number if layer.reads is None else layer.reads]
         sources = () if decl is None else kv_scale_sources(names, tensors.shape, prefix, decl.shape[0])
         found.append({} if decl is None else {KV_SCALES: sources})
-    if any(KV_SCALES in of for of in found) and not any(of.get(KV_SCALES) for of in found):
-        logger.warning("the checkpoint has no k_scale or v_scale: keys and values are rounded to eight bits unscaled")
     return found
 
 

@@ -11,12 +11,15 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.weight_names import Source
 
 # The ends of the names of tensors, after those of a layer's attention, of its qkv_proj (Qwen 3), its k_proj and v_proj
-# (ModelOpt), or its attn (Quark). Old checkpoints have one scale for both.
+# (ModelOpt, and older compressed-tensors by the name output_scale), or its attn. Old checkpoints have one for both.
 _BOTH = ".kv_scale"
-_KEYS = (".k_scale", ".k_cache.scale", _BOTH)
-_VALUES = (".v_scale", ".v_cache.scale", _BOTH)
+_KEYS = (".k_scale", ".k_cache.scale", ".k_proj.output_scale", _BOTH)
+_VALUES = (".v_scale", ".v_cache.scale", ".v_proj.output_scale", _BOTH)
 # Queries and weights of attention are not quantized here, and zero points are zeros, so these say nothing.
-_OTHERS = (".q_scale", ".prob_scale", ".self_attn.q.scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
+_OTHERS = (
+    *(".q_scale", ".q_proj.output_scale", ".self_attn.q.scale", ".prob_scale", ".prob_output_scale"),
+    *(".k_zero_point", ".v_zero_point", ".q_zero_point"),
+)
 KV_SCALE_ENDS = (*_KEYS, *_VALUES, *_OTHERS)
 
 

@@ -36,9 +36,9 @@ def convert_quantized(model: Path, output: Path, *, quantization: str, dtype: st
     config = read_config(model)
     if published_encoding(config) is not None:
         raise ValueError(f"{model} is quantized already: give a checkpoint of the same model in 16 or 32 bits")
-    copied = companions(model)
-    check_empty(output, {file.name for file in copied})
-    plan = _Plan.of(open_weights(model), config, CompressedScheme.named(quantization), dtype)
+    copied, files = companions(model), open_weights(model)
+    check_empty(output, {file.name for file in copied} | {INDEX, *files.files})
+    plan = _Plan.of(files, config, CompressedScheme.named(quantization), dtype)
     output.mkdir(parents=True, exist_ok=True)
     for file in copied:
         shutil.copyfile(file, output / file.name)
@@ -100,6 +100,8 @@ class _Plan:
     def write(self, file: str, into: Mapping[str, np.ndarray]) -> None:
         """Fills the arrays of one file."""
         for name, header in self.files.files[file].tensors.items():
+            if self.files.file_of.get(name) != file:
+                continue  # the index names another file for it, or none
             tensor = self.files.tensor(name, header.shape, _DTYPES)
             if name not in self.rounded:
                 into[name][...] = tensor

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,8 @@ def _find(directory: Path, other: str | None) -> tuple[list[str], dict[str, str]
 def create_file(path: Path, declared: Mapping[str, np.ndarray | jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
     """Creates a safetensors file with tensors like these, and returns them, still empty: what they hold is written.
 
-    Tensors of large elements come first, so that each begins at a multiple of the size of its elements.
+    Tensors of large elements come first, so that each begins at a multiple of the size of its elements. Raises OSError
+    where the disk has no room for all of them.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
@@ -182,7 +184,12 @@ def create_file(path: Path, declared: Mapping[str, np.ndarray | jax.ShapeDtypeSt
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+        file.flush()
+        # A file that only has its length would end the process by SIGBUS when a mapped page finds the disk full.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
+        else:  # macOS
+            file.truncate(8 + len(text) + end)
     mapped = np.memmap(path, np.uint8, mode="r+").view(np.ndarray)
     offsets = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in declared}
     return {name: np.ndarray(one.shape, one.dtype, mapped, offsets[name]) for name, one in declared.items()}

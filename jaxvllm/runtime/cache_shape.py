@@ -81,7 +81,7 @@ class CacheShape:
     has_drafts: bool = False  # whether there is a proposer
     side: SideShape | None = None  # of the store of side inputs
     counts_loads: bool = False  # whether the slot state counts how many tokens have chosen each expert
-    quantization: KVQuantization | None = None  # of keys and values, those of drafts too
+    quantization: KVQuantization | None = None  # of keys and values; for those of drafts see `draft_quantization`
 
     def groups(self, spec: ModelSpec) -> tuple[LayerGroup, ...]:
         """Returns the groups of the model's layers, the one that sees most first.
@@ -222,7 +222,15 @@ class CacheShape:
         if draft is None or draft.memory is None:
             return []
         sizes = draft.num_layers, self.num_pages, self.page_size
-        return [draft.memory.pages(*sizes, self.dtype, backend, self.quantization)]
+        return [draft.memory.pages(*sizes, self.dtype, backend, self.draft_quantization)]
+
+    @property
+    def draft_quantization(self) -> KVQuantization | None:
+        """The quantization of the keys and values of drafts, which have no calibrated scales.
+
+        It is that of the model's, unless its codes need such scales.
+        """
+        return None if self.quantization is None or self.quantization.needs_scales else self.quantization
 
     def sizes(self, spec: ModelSpec) -> SlotSizes:
         """Returns what the slot state depends on."""

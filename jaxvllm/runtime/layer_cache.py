@@ -55,6 +55,7 @@ class LayerCache:
     dtype: DTypeLike  # of activations
     backend: Backend
     most_drafted: int | None = None
+    is_cut: bool = False  # whether a row may go on in the next microbatch of the step
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -107,8 +108,14 @@ class LayerCache:
 
     @cached_property
     def _state_kernels(self) -> dict[int, tuple[StateKernel, Any]]:
-        """The kernels of groups that keep states, and their plans, by the group's number. Drafts have none."""
+        """The kernels of groups that keep states, and their plans, by the group's number.
+
+        Drafts have none. Neither do rows that may go on in the next microbatch: `StateMemory.advance` writes their
+        states to page 0 last and reads them from there first, and no kernel does.
+        """
         kernels: dict[int, tuple[StateKernel, Any]] = {}
+        if self.is_cut:
+            return kernels
         for number, group in enumerate(self.groups):
             if isinstance(group.memory, StateMemory) and group.layers and self.most_drafted is None:
                 kernel = state_kernel(group.memory, self.backend)

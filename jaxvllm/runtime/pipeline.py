@@ -59,6 +59,13 @@ class Pipeline:
 
         return min(counts, key=cost)
 
+    def cuts_rows(self, rows: RaggedRows) -> bool:
+        """Tells whether a row of a step may go on in the next microbatch.
+
+        Between the two its states are in page 0 alone: the host gives a prompt pages in its last two columns.
+        """
+        return not rows.decode_only and self.num_microbatches(len(rows.token_rows), len(rows.kv_lens)) > 1
+
     def room(self, count: int, num_tokens: int, num_rows: int) -> int:
         """Returns how many tokens each of `count` microbatches has room for, which may not begin at any token."""
         return num_tokens // count + (0 if count == 1 or num_tokens == num_rows else self.state_run - 1)

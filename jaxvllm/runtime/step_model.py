@@ -120,10 +120,10 @@ def compute(
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
     x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows)
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
-    with_tables = replace(rows, page_table=tables)
+    with_tables, is_cut = replace(rows, page_table=tables), model.pipeline.cuts_rows(rows)
 
     def cache_of(part: ModelSpec, rows: RaggedRows, pages: KVCachePages) -> LayerCache:
-        return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted)
+        return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted, is_cut)
 
     first = model.first_layer
 

@@ -31,7 +31,11 @@ ENDS = (
     "<|endoftext|>",
     "<EOT>",
     "_<EOT>",
+    "<|return|>",
+    "<|call|>",
 )
+# An answer in Harmony (gpt-oss) has several messages. `<|end|>` closes each of them, and these two close an answer.
+_HARMONY_ENDS, _MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
 _SPACE = "▁"  # SentencePiece's
 _LONGEST = 1024  # characters of a piece, all of whose divisions in two are looked at; usual are 16 at most
 # Added tokens of Phi-3 take the spaces and line breaks that follow them, but for these. Files do not say so.
@@ -42,14 +46,15 @@ _TAKING_SPACES, _NOT_TAKING = ("phi3", "llama"), ("<unk>", "<s>", "<|endoftext|>
 class WordRule:
     """A rule that cuts a text into words, within which byte-level BPE merges.
 
-    pattern: a regular expression whose matches are the words, or None for GPT-2's, which the library has
+    patterns: regular expressions whose matches are words, each of which cuts what the ones before have left. Without
+        any it is GPT-2's, which the library has
     cuts_digits: each digit is cut off before
     takes_whole: a word that is a token is that token, whatever the merges say
     composes: characters are composed before (NFC)
     adds_bos: texts begin with a BOS unless the metadata say otherwise
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     cuts_digits: bool = False
     takes_whole: bool = False
     composes: bool = False
@@ -61,15 +66,15 @@ _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _gpt4(digits: str) -> str:
-    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+def _gpt4(digits: str) -> tuple[str]:
+    return (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
 
 
-def _by_case(digits: str, contractions: str) -> str:
+def _by_case(digits: str, contractions: str) -> tuple[str]:
     """Returns the rule that also cuts before an upper-case letter which follows a lower-case one."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{_UPPER}*{_LOWER}+{contractions}|{start}{_UPPER}+{_LOWER}*{contractions}"
-    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    return (rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",)
 
 
 _GPT2, _DIGITS = WordRule(), WordRule(cuts_digits=True)
@@ -77,7 +82,15 @@ _LLAMA3 = WordRule(_gpt4("{1,3}"), takes_whole=True, adds_bos=True)
 _QWEN2 = WordRule(_gpt4(""), composes=True)
 _GPT4, _GPT4O = WordRule(_gpt4("{1,3}")), WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?"))
 # As GPT-4's, but line breaks are no part of the signs before them.
-_SEED = WordRule(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}")
+_SEED = WordRule((rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",))
+# Three digits, and then Chinese and kana, are cut off before. A sign belongs to the Latin letters after it.
+_DEEPSEEK3 = WordRule(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
+    )
+)
 RULES: Mapping[str, WordRule] = {
     "gpt-2": _GPT2,
     "olmo": _GPT2,
@@ -94,6 +107,8 @@ RULES: Mapping[str, WordRule] = {
     "chatglm-bpe": _GPT4,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "hunyuan": WordRule(_gpt4("")),
+    "hunyuan-dense": _DEEPSEEK3,
     "gpt-4o": _GPT4O,
     "minimax-m2": _GPT4O,
     "seed-coder": _SEED,
@@ -157,7 +172,9 @@ class GgufVocabulary:
         kinds: Sequence[Any] = self.values["token_type"]
         known = (self._ids.get(text) for text in ENDS)
         others = (number for number in known if number is not None and kinds[number] != NORMAL)
-        return tuple(dict.fromkeys(number for number in (*named, *others) if number is not None))
+        is_harmony = all(text in self._ids for text in _HARMONY_ENDS)
+        no_end = self._ids.get(_MESSAGE_END) if is_harmony else None
+        return tuple(dict.fromkeys(number for number in (*named, *others) if number not in (None, no_end)))
 
     def backend(self) -> Backend:
         """Makes the tokenizer. Raises ValueError for merges that are no merges of the vocabulary."""
@@ -181,9 +198,8 @@ class GgufVocabulary:
         cuts: list[pre_tokenizers.PreTokenizer] = []
         if rule.cuts_digits:
             cuts.append(pre_tokenizers.Digits(individual_digits=True))
-        if rule.pattern is not None:
-            cuts.append(pre_tokenizers.Split(Regex(rule.pattern), "isolated"))
-        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
+        cuts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.patterns))
         backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
         backend.decoder = decoders.ByteLevel()
         if rule.composes:

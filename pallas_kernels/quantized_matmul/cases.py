@@ -42,7 +42,7 @@ class QuantizedCase:
 CASES = (
     QuantizedCase("int4", UINT4, 128, "bfloat16", 1, 256, 128),
     QuantizedCase("int4-groups-of-32", UINT4, 32, "bfloat16", 16, 128, 256),
-    QuantizedCase("int4-zeros", UINT4, 64, "float16", 5, 192, 100, has_zeros=True),
+    QuantizedCase("int4-zeros", UINT4, 64, "float16", 5, 192, 104, has_zeros=True),
     QuantizedCase("int8-groups", INT8, 32, "float32", 3, 96, 72),
     QuantizedCase("int8-zeros", INT8, 16, "bfloat16", 9, 80, 136, has_zeros=True),
     QuantizedCase("fp8-blocks", E4M3, 128, "float32", 16, 384, 128),

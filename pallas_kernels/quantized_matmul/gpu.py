@@ -65,8 +65,9 @@ def quantized_matmul(
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary
 
     An element of a matrix is (code - zero) * scale, and none is rounded. Sums are in float32. A code that is no finite
-    number counts as the number beyond the largest one. `tiles` are those of `choose_tiles`. Starts that do not rise,
-    and matrices that are not there, are not detected.
+    number counts as a number beyond the largest one. But E5M2 has the exponents of float16, where infinity and NaN stay
+    what they are. `tiles` are those of `choose_tiles`. Starts that do not rise, and matrices that are not there, are
+    not detected.
     """
     num_rows, size = x.shape
     num_matrices, num_columns, _ = codes.shape

@@ -36,6 +36,11 @@ class KVQuantization:
         return 127.0 if self.codes == "int8" else float(jnp.finfo(self.codes).max)
 
     @property
+    def needs_scales(self) -> bool:
+        """Whether its codes say nothing without the scales of a calibration: integers of which no token has a scale."""
+        return self.codes == "int8" and not self.by_token
+
+    @property
     def scale_bytes(self) -> int:
         """The bytes of a row of a page that hold scales: that of its key and that of its value."""
         return 2 * _SCALE_BYTES if self.by_token else 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import PAGE_SIZES, EngineConfig
 from jaxvllm.core.speculative_config import DEFAULT_SPECULATION, MAX_DRAFTS, SpeculativeConfig
 
 WHOLE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 4}
@@ -131,3 +131,8 @@ def test_without_a_word_there_are_ngrams_and_speculation_can_be_off() -> None:
     assert chosen.drafting == SpeculativeConfig("ngram")
     with pytest.raises(ValueError, match="speculation is off: leave one of them out"):
         EngineConfig(speculation=False, speculative_config='{"method": "ngram"}')
+
+
+def test_a_step_with_drafts_opens_one_page_for_a_row() -> None:
+    """So that `StepPlan.without_drafts` may keep its pages."""
+    assert MAX_DRAFTS + 1 <= min(PAGE_SIZES)

@@ -121,6 +121,10 @@ def test_the_scales_of_the_checkpoint(name: str, tiny_checkpoint: Path, tmp_path
     # Two stages, in each of which a device has the scales of its heads.
     with one_program(), tiny_llm(path, dtype="float32", mesh="2x1x2") as llm:
         assert greedy_tokens(llm, PROMPTS, 12) == expected
+        if name == "int8":
+            with pytest.raises(ValueError, match="the given weights: layer 0 has no scale of its keys and values"):
+                llm.update_weights(load_file(tiny_checkpoint / "model.safetensors"))
+            assert greedy_tokens(llm, PROMPTS, 12) == expected
 
 
 @pytest.mark.parametrize("kind", [pytest.param("fp8", marks=pytest.mark.slow), "int8"])
@@ -150,6 +154,23 @@ def test_pages_that_are_shared_latents_and_an_index(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_drafts_of_a_model_with_calibrated_integers(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of drafts have no scales. With integers in them hardly a draft would be right."""
+    choose_drafts(monkeypatch)
+    path = calibrated(tiny_checkpoint, tmp_path, "int", 32)  # no key or value is beyond the largest code
+    drafts = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
+    with all_drafts_or_none(bursts=False), tiny_llm(path, speculative_config=drafts, dtype="float32") as llm:
+        assert [pages.dtype for pages in llm.engine.replicas[0].runner.page_like] == [jnp.int8, jnp.float32]
+        found = greedy_tokens(llm, PROMPTS, 12)
+        # The rounding of the model leaves 13 of 30 right, and integers in these pages would leave 7 of 36.
+        stats = llm.engine.stats()
+        assert stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens > 0
+    assert found == recomputed(path, partial(by_head, largest=127, dtype=jnp.int8))
+
+
+@pytest.mark.slow
 def test_drafts_of_a_model_in_eight_bits(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_drafts(monkeypatch)
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": "int8_per_token_head"}
@@ -170,3 +191,23 @@ def test_pages_of_two_kinds_are_never_mixed(tiny_checkpoint: Path) -> None:
         resolved = ResolvedConfig.of(config, checkpoint.read_config(tiny_checkpoint), "cpu")
         names.append(model_name(config, resolved, tiny_checkpoint).result())
     assert len(set(names)) == len(names)
+
+
+def test_what_cannot_be_kept_is_refused_before_weights_are_read(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*args: Any, **options: Any) -> None:
+        pytest.fail("weights are read")
+
+    monkeypatch.setattr(checkpoint, "load", load)
+    with pytest.raises(NotImplementedError, match="the tpu kernels read no scales of single tokens"):
+        tiny_llm(tiny_checkpoint, attention_backend="interpret", kv_cache_dtype="int8_per_token_head")
+
+
+def test_integers_without_scales_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = calibrated(tiny_checkpoint, tmp_path, "int", 127)
+    tensors = load_file(path / "model.safetensors")
+    for letter in ("k", "v"):
+        del tensors[f"model.layers.1.self_attn.{letter}_scale"]
+    with pytest.raises(ValueError, match="layer 1 has no scale of its keys and values"):
+        tiny_llm(write_model(path, checkpoint.read_config(path), tensors))

@@ -98,6 +98,7 @@ def teach(directory: Path, fixture: Fixture, kind: str, sequences: np.ndarray, f
 
 
 SHARED = {"mesh": "2x1", "enable_expert_parallel": True}  # by two replicas, in which every device has the whole head
+APART = SHARED | {"all2all_backend": "deepep_low_latency"}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ SHARED = {"mesh": "2x1", "enable_expert_parallel": True}  # by two replicas, in 
         pytest.param("qwen3_next", {}, id="qwen3_next"),
         *(pytest.param(k, {}, id=k, marks=pytest.mark.slow) for k in ("deepseek_v3", "mimo_v2", "longcat_flash")),
         pytest.param("deepseek_v3", SHARED, id="deepseek_v3-2x1", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", APART, id="deepseek_v3-2x1-apart", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_and_drafts(kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

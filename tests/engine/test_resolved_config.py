@@ -107,6 +107,7 @@ def test_keys_and_values_in_eight_bits() -> None:
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}, "float8_e4m3fn"),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}, "int8"),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"num_bits": 4}}, None),
+        (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": ["int"]}}, None),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"symmetric": False}}, None),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"dynamic": True}}, None),
         (COMPRESSED | {"kv_cache_scheme": None}, None),

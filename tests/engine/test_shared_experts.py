@@ -18,6 +18,7 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.models import checkpoint
+from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import ExpertsFfn, by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from tests.conftest import Compilations
@@ -302,6 +303,13 @@ def test_an_unknown_way_to_experts_is_refused() -> None:
 
 def test_they_speculate_by_default_as_others_do() -> None:
     assert EngineConfig(mesh="2x2", **SHARED).drafting == DEFAULT_SPECULATION
+
+
+def test_a_draft_head_has_all_experts_on_every_device():
+    spec = model_spec(Fixture.load("mixtral").config)
+    apart = by_expert(spec, num_replicas=2, exchange=ExchangeChoice("cpu", 1, all_to_all=True))
+    for layer, before in zip(apart.layers, spec.layers, strict=True):
+        assert layer.ffn.sends_apart and layer.ffn.whole() == before.ffn
 
 
 def test_experts_that_come_late_are_shared_too():

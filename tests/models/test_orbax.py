@@ -83,6 +83,8 @@ def test_a_converted_model_has_no_scales_of_keys_and_values(tmp_path: Path) -> N
     assert (np.asarray(scales) == 1).all() and {shard.data.shape[1] for shard in scales.addressable_shards} == {
         scales.shape[1] // 2
     }
+    with pytest.raises(ValueError, match="orbax has no scales of keys and values, which int8 needs"):
+        checkpoint.load(tmp_path / "out", spec, dtype=jnp.float32, layout="stacked", needs_kv_scales=True)
 
 
 def test_norms_over_all_heads_and_replicas(tmp_path: Path) -> None:

@@ -115,6 +115,22 @@ def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
         np.testing.assert_array_equal(np.asarray(decoded, np.float32), product.reordered(jnp.asarray(expected)))
 
 
+@pytest.mark.parametrize(
+    ("code", "byte", "dtype", "expected"),
+    [
+        (E4M3, 0x7F, "bfloat16", 480),
+        (E4M3, 0x7F, "float16", 480),
+        (E5M2, 0x7C, "bfloat16", 2**16),
+        (E5M2, 0xFC, "float16", -np.inf),
+    ],
+)
+def test_codes_that_are_no_finite_numbers(code: Code, byte: int, dtype: str, expected: float) -> None:
+    registers = Registers(code, jnp.dtype(dtype), "wgmma", interpret=True)
+    words = jnp.full((64, 8), byte * 0x01010101, jnp.uint32)
+    decoded = registers.decoded(words, None, [twice(mask) for mask in registers.masks])
+    np.testing.assert_array_equal(np.asarray(decoded, np.float32), np.full((64, 32), expected, np.float32))
+
+
 def held(layout: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The elements of an array that threads hold, by their numbers: [warps, lanes, registers, elements of one]."""
     layout = layout.to_mgpu()
@@ -182,3 +198,4 @@ def test_what_the_hardware_does_not_take_is_refused() -> None:
     taken = {case.name for case in CASES if tiles_of(case, GPUS["h200"]) is not None}
     assert taken == {"int4", "int4-groups-of-32", "int4-zeros", "int8-groups", "fp8-blocks"}
     assert tiles_of(BY_NAME["int4"], GPUS["h200"], "float32") is None
+    assert tiles_of(replace(BY_NAME["int4-zeros"], size_out=100), GPUS["h200"]) is None  # no multiple of eight rows

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.typing import DTypeLike
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
@@ -15,7 +16,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.planner.known_models import known_models
 from jaxvllm.planner.share import Share
-from jaxvllm.runtime.cache_shape import CacheShape, LayerGroup
+from jaxvllm.runtime.cache_shape import CacheShape, DraftCache, LayerGroup
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
 from pallas_kernels.ragged_paged_attention import KVQuantization
@@ -190,3 +191,21 @@ def test_heads_that_a_gpus_kernels_do_not_have_are_left_to_xla() -> None:
         512,
         1000,
     ]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        (KVQuantization("float8_e4m3fn"), jnp.uint8),
+        (KVQuantization("int8", by_token=True), jnp.int8),
+        (KVQuantization("int8"), jnp.bfloat16),
+        (None, jnp.bfloat16),
+    ],
+)
+def test_drafts_have_no_codes_that_need_calibrated_scales(
+    quantization: KVQuantization | None, dtype: DTypeLike
+) -> None:
+    draft = DraftCache(1, KeysAndValues(2, 64, None))
+    shape = replace(SHAPE, draft=draft, quantization=quantization)
+    *_, pages = shape.pages(spec_of(None), REFERENCE, make_mesh(MeshShape(1, 1), jax.devices()))
+    assert pages.dtype == dtype

@@ -2,21 +2,25 @@
 
 import re
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import abstract_params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.planner.hlo import read_collectives
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.pipeline import Pipeline
+from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.step_program import StepCompiler
-from pallas_kernels.backend import REFERENCE
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import chip_named
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import StageAxis
 from sharding.mesh import MeshShape
@@ -24,6 +28,7 @@ from sharding.placement import make_mesh
 from tests.models.changed import in_windows
 from tests.models.test_layer_loops import first_dense
 from tests.models.test_spread import DEMO
+from tests.models.test_tpu_states import QWEN
 from tests.runtime.test_sharded_step import DECODE, MIXED, OF_MIN_TOKENS, SHAPE
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -117,6 +122,28 @@ def test_microbatches_of_states_count_the_room_that_they_need() -> None:
     assert (plain.num_microbatches(64, 16), states.num_microbatches(64, 16)) == (2, 1)
     assert (plain.num_microbatches(128, 16), states.num_microbatches(128, 16)) == (4, 2)
     assert states.num_microbatches(16, 16) == plain.num_microbatches(16, 16) == 2, "each row has one token"
+
+
+def traced(recipe: Recipe) -> Any:
+    """The text of a program for several devices, which is not compiled."""
+    assert recipe.out_specs is not None
+    parts = jax.tree.map(lambda x: x.sharding.spec, recipe.arguments)
+    sharded = partial(jax.shard_map, mesh=recipe.mesh, in_specs=parts, out_specs=recipe.out_specs, check_vma=False)
+    return str(jax.make_jaxpr(sharded(recipe.run))(*recipe.arguments))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "kernel"),
+    [(DECODE, "delta_rule_single"), (MIXED, "delta_rule_chunk"), (Bucket(128, 8), None)],
+    ids=["decode", "one microbatch", "two microbatches"],
+)
+def test_a_prompt_in_two_microbatches_has_no_kernel_for_its_states(bucket: Bucket, kernel: str | None) -> None:
+    # Between the two its states are in page 0, which only plain XLA keeps.
+    spec, devices = model_spec(QWEN), make_mesh(MeshShape(1, 1, stages=2), jax.devices())
+    backend = Backend("tpu", chip_named("v6e"))
+    params, pages = abstract_params(spec, jnp.float32, "stacked", devices), SHAPE.pages(spec, backend, devices)
+    text: Any = StepCompiler(params, pages, spec, SHAPE, backend, devices, make=traced).compile_begin(bucket)
+    assert kernel in text if kernel else "delta_rule" not in text
 
 
 @cache

@@ -141,7 +141,7 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("121 ab's aB")]
     # Three digits at a time or one; upper case after lower case begins a word or not.
     by_one = ("smollm", "starcoder", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "seed-coder", "tekken")
-    digits = ["1", "2", "1"] if pre in by_one else ["121"]
+    digits = ["1", "2", "1"] if pre in (*by_one, "hunyuan") else ["121"]
     last = ["Ġa", "B"] if pre in ("gpt-4o", "minimax-m2", "tekken") else ["Ġ", "aB"]
     has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     assert tokens == [*(["<e>"] if has_bos else []), *digits, "Ġ", "ab", "'s", *last]
@@ -153,9 +153,30 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     assert found.backend.pre_tokenizer is not None
     signs = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a!!\n")][1:]
     assert signs == (["!!", "Ċ"] if pre in ("gpt-2", "olmo", *by_one[:4], "seed-coder") else ["!!Ċ"])
+    words = found.backend.pre_tokenizer.pre_tokenize_str("東京ab")
+    assert len(words) == (2 if pre == "hunyuan-dense" else 1)
     normalizer = found.backend.normalizer
     assert (normalizer is not None) == (pre in ("qwen2", "deepseek-r1-qwen"))
     assert normalizer is None or normalizer.normalize_str("e\u0301") == "é"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|endoftext|>", "<|return|>", "<|end|>", "<|call|>"], (1, 0, 3)),
+        (["<|endoftext|>", "<|x|>", "<|end|>", "<|call|>"], (1, 2, 0, 3)),
+    ],
+)
+def test_messages_of_harmony_end_no_answer(tokens: list[str], ends: tuple[int, ...], tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-4o")
+        writer.add_token_list(["a", "b", "ab", *tokens])
+        writer.add_token_types([gguf.TokenType.NORMAL] * 3 + [gguf.TokenType.CONTROL] * 4)
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(4)
+
+    assert written(tmp_path / "x.gguf", add).eos_token_ids == tuple(3 + number for number in ends)
 
 
 @pytest.mark.parametrize(

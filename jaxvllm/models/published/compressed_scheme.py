@@ -35,14 +35,17 @@ class CompressedScheme:
         return cls(QUANTIZATIONS[quantization])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether a matrix [out, in] can be stored so: its rows consist of whole groups."""
-        return shape[-1] % (self.stored.group or 1) == 0
+        """Returns whether a matrix [out, in] can be stored so: its rows consist of whole groups, and are several.
+
+        A single row, such as the gate of a shared expert, would be no linear layer that vLLM quantizes.
+        """
+        return shape[0] > 1 and shape[-1] % (self.stored.group or 1) == 0
 
     def settings(self, ignore: list[str]) -> dict[str, Any]:
         """Returns the quantization_config of a checkpoint whose linear layers are stored so, but for those to ignore.
 
-        Bytes are published with activations that an engine rounds token by token, as vLLM needs them. We do so where
-        the chip multiplies such numbers.
+        Bytes are published with activations that an engine rounds token by token, as ours does where the chip
+        multiplies such codes.
         """
         code, group = self.stored.code, self.stored.group
         kind = "float" if code.name.startswith("float") else "int"

@@ -40,7 +40,8 @@ class GgufArchitecture:
     """The family of Hugging Face that an architecture is, and how its files differ from that family's checkpoints.
 
     tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack. A
-    name with its kind, such as `x.bias`, comes before that of all kinds. Tensors of one name have their rows in turn
+        name with its kind, such as `x.bias`, comes before that of all kinds. Where two tensors have the same name, that
+        one tensor has their rows alternately: the first row of the first, the first row of the second, and so on
     turned: the ends of the names of stacks of matrices that a file has the other way round
     present: keys of a config.json that say whether there are such tensors as one of the first layer
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head

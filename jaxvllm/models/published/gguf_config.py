@@ -25,6 +25,8 @@ _KEYS: Mapping[str, str] = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+# Files need not have these, and something is computed with them where they do.
+_OPTIONAL_NUMBERS = ("nextn_predict_layers",)
 # What none of the architectures computes. `rope.scale_linear` is what the oldest files have for a scaling.
 _REFUSED = (
     "attention.clamp_kqv",
@@ -70,7 +72,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     name, architecture = architecture_of(file)
     start = f"{name}."
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
-    for key in (*_KEYS, *architecture.needs):
+    for key in (*_KEYS, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
@@ -100,10 +102,14 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
     if values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
+    # Some converters write one number for each layer, even where all are the same.
+    kv_heads = values.get("attention.head_count_kv", heads)
+    if isinstance(kv_heads, list) and len(set(kv_heads)) == 1:
+        kv_heads = kv_heads[0]
     return {
         "architectures": [architecture.family],
         **{ours: values[key] for key, ours in _KEYS.items()},
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -117,7 +123,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     """Returns the dtype in which the model is computed unless the user says another one."""
-    dtype = _DTYPES.get(file.metadata.get("general.file_type"), "bfloat16")
+    kind = file.metadata.get("general.file_type")
+    if isinstance(kind, list):
+        raise ValueError(f"{file.path} must have a number general.file_type, not an array")
+    dtype = _DTYPES.get(kind, "bfloat16")
     family = find_family({"architectures": [architecture.family]})
     return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 

@@ -86,6 +86,9 @@ class Mlx(Encoding):
                 raise ValueError(f"{where} has integers of {bits} bits, and scales of floating-point numbers of 4 or 8")
             numbers = words.view(_NUMBERS[bits])
             if bits == 4 and scales.shape == (rows, columns // GROUP):
+                if columns % GROUP:
+                    where = f"{files.where(name)}: {base}.scales"
+                    raise ValueError(f"{where} has groups of {GROUP}, and the config {columns} inputs")
                 found_scales = files.tensor(f"{base}.scales", scales.shape, _OF_NVFP4)
                 return scaled(unpacked(numbers, fp4_pairs()), by_group(stored(found_scales), (1, GROUP)))
             return mxfp_part(files, numbers, f"{base}.scales", (rows, columns))

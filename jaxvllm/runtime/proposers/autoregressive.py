@@ -188,7 +188,7 @@ class AutoregressiveProposer:
             assert index != "last", "a head has no layer before its own"
             options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
             options |= {"index": index, "plan": plan, "backend": backend}
-            options |= {"quantization": model.shape.quantization, "kv_scales": kv_scales}
+            options |= {"quantization": model.shape.draft_quantization, "kv_scales": kv_scales}
             window = given.window
             assert isinstance(window, int), "the layers of heads are in no loop"
             return memory.attend(kv, given.number, rows, q, k, v, min(window, held), **options)

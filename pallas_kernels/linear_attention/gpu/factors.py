@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.linear_attention.gpu.single import StateTokens
+from pallas_kernels.linear_attention.visits import TILE
 
-CHUNK = 64  # tokens, the rows of one matrix instruction
+CHUNK = TILE  # tokens; as many as a matrix instruction has rows
 # A float32 is the sum of three bfloat16. With two, and three products in the place of six, the states of 512 tokens
 # were off by 1.2e-5 where float32 is off by 2e-7, and so was what Mamba-2 reads after 20 tokens.
 PARTS = 3

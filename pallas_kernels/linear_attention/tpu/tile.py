@@ -29,6 +29,7 @@ def convolved(
     window = jnp.concatenate([unused, *ages, jnp.zeros((num_tokens, LANES), jnp.float32)])
     seen = jnp.concatenate([jnp.zeros((SUBLANES, LANES), jnp.float32), channels])
     number = jax.lax.broadcasted_iota(jnp.int32, (len(seen), 1), 0)
+    # Mosaic also rotates rows that end within a register: 41, of a step of 33 tokens, compile for v5e, v6e and v7x.
     seen = jnp.where(number >= SUBLANES + low, seen, pltpu.roll(window, low, 0))
     begins = range(SUBLANES + 1 - size, SUBLANES + 1)
     mixed = [weights[head, age : age + 1, lanes] * seen[begin : begin + num_tokens] for age, begin in enumerate(begins)]

@@ -231,6 +231,17 @@ def test_the_demo_model_in_split_files_answers_as_in_its_directory(tmp_path: Pat
     assert answer == np.argmax(logits[len(prompt) - 1 : -1], axis=1).tolist()
 
 
+def test_layers_may_have_a_number_of_kv_heads_each_if_all_are_the_same(tmp_path: Path) -> None:
+    fixture, path = Fixture.load("qwen3"), tmp_path / "model.gguf"
+    config, weights = sized(fixture), fixture.weights()
+    heads, others = config["num_key_value_heads"], config["num_hidden_layers"] - 1
+    write_gguf(path, config | {"num_key_value_heads": [heads] * others + [heads]}, weights)
+    assert checkpoint.read_config(path)["num_key_value_heads"] == heads
+    write_gguf(path, config | {"num_key_value_heads": [heads] * others + [1]}, weights)
+    with pytest.raises(ValueError, match="num_key_value_heads"):
+        load(path)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("gemma3", "bfloat16"), ("llama", "float16")])
 def test_models_that_exceed_float16_are_not_computed_in_it(name: str, dtype: str, tmp_path: Path) -> None:
     fixture, path = Fixture.load(name), tmp_path / "model.gguf"
@@ -257,6 +268,9 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     again = {"model.norm.weight": np.ones(3, np.float32)}
     refused("model.gguf has the same tensor several times, as .*output_norm.weight and", extra=again)
     refused("model.gguf: tensor x.weight has the type I8", extra={"x.weight": np.zeros(3, np.int8)})
+    refused("must have a number general.file_type", more=lambda file: file.add_array("general.file_type", [1, 2]))
+    key = "llama.nextn_predict_layers"
+    refused(f"must have a number {key}, not '1'", more=lambda file: file.add_string(key, "1"))
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))

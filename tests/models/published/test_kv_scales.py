@@ -10,7 +10,7 @@ import pytest
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.kv_scales import with_kv_scales
+from jaxvllm.models.kv_scales import KV_SCALE_ENDS, with_kv_scales
 from jaxvllm.models.spread import Spread
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
@@ -20,6 +20,7 @@ from tests.models.published.written import write_model
 LLAMA = Fixture.load("llama")
 K = LLAMA.config["num_key_value_heads"]
 FP8 = {"quant_method": "fp8"}
+PASSED_OVER = ("q_proj.output_scale", "prob_output_scale")
 ONE, OTHER = np.float32(0.25), np.float32(0.5)
 
 
@@ -30,9 +31,9 @@ def written(directory: Path, scales: dict[str, Any], settings: dict[str, Any] | 
     return write_model(directory, config, LLAMA.weights() | tensors)
 
 
-def loaded(directory: Path, layout: Any = "separate", mesh: Any = None) -> Any:
+def loaded(directory: Path, layout: Any = "separate", mesh: Any = None, **options: Any) -> Any:
     spec = with_kv_scales(model_spec(LLAMA.config))
-    return checkpoint.load(directory, spec, dtype="float32", layout=layout, mesh=mesh)
+    return checkpoint.load(directory, spec, dtype="float32", layout=layout, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize("settings", [None, FP8], ids=["plain", "fp8"])
@@ -43,6 +44,10 @@ def loaded(directory: Path, layout: Any = "separate", mesh: Any = None) -> Any:
         ({"k_proj.k_scale": ONE, "v_proj.v_scale": OTHER, "k_zero_point": ONE}, (ONE, OTHER)),
         ({"qkv_proj.k_scale": ONE, "qkv_proj.v_scale": OTHER}, (ONE, OTHER)),
         ({"k_cache.scale": ONE, "v_cache.scale": OTHER, "q.scale": ONE}, (ONE, OTHER)),
+        (
+            {"k_proj.output_scale": ONE, "v_proj.output_scale": OTHER} | dict.fromkeys(PASSED_OVER, ONE),
+            (ONE, OTHER),
+        ),
         ({"attn.kv_scale": ONE}, (ONE, ONE)),
         ({"attn.k_scale": OTHER}, (OTHER, OTHER)),
     ],
@@ -81,6 +86,13 @@ def test_scales_of_heads_go_where_their_heads_are(shape: tuple[int, ...], tmp_pa
         ({"k_scale": np.ones(K + 1, np.float32)}, rf"k_scale has shape \({K + 1},\), and should be one scale or {K}"),
         ({"k_scale": ONE, "k_proj.k_scale": OTHER}, "are both scales of the same keys"),
         ({"k_scale": np.int64(1)}, "k_scale has dtype I64"),
+        (
+            {"k_scale": ONE, "v_scale": np.float32(0)},
+            r"model.safetensors: tensor .*\.v_scale has a scale of 0\.0: scales",
+        ),
+        ({"k_scale": np.float32(-1)}, "k_scale has a scale of -1.0"),
+        ({"k_scale": np.asarray([1] * (K - 1) + [np.nan], np.float32)}, "k_scale has a scale of nan"),
+        ({"kv_scale": np.float32(np.inf)}, "kv_scale has a scale of inf"),
     ],
 )
 def test_other_scales_are_refused(scales: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -88,8 +100,26 @@ def test_other_scales_are_refused(scales: dict[str, Any], message: str, tmp_path
         loaded(written(tmp_path, scales))
 
 
-def test_a_checkpoint_without_scales_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_without_scales_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    count = LLAMA.config["num_hidden_layers"]
     with caplog.at_level(logging.WARNING):
         params = loaded(written(tmp_path, {}))
-    assert "the checkpoint has no k_scale or v_scale" in caplog.text
+        loaded(written(tmp_path / "one", {"k_scale": ONE}))
+    assert f"{count} of {count} layers have no k_scale or v_scale" in caplog.text
+    assert f"{count - 1} of {count} layers have no k_scale or v_scale" in caplog.text
     assert all((layer["kv_scales"] == 1).all() for layer in params["layers"])
+
+
+def test_where_scales_are_needed_every_layer_must_have_some(tmp_path: Path) -> None:
+    path = written(tmp_path, {"k_scale": ONE})
+    missing = "{0}: layer {1} has no scale of its keys and values, such as model.layers.{1}.self_attn.k_scale"
+    with pytest.raises(ValueError, match=missing.format("model.safetensors", 1)):
+        loaded(path, needs_kv_scales=True)
+    with pytest.raises(ValueError, match=missing.format("the given weights", 0)):
+        loaded(path, needs_kv_scales=True, tensors=LLAMA.weights())
+
+
+def test_no_other_tensor_is_taken_for_a_scale() -> None:
+    names = Fixture.load("gemma3n").shapes
+    assert any("output_scale" in name for name in names)
+    assert not any(name.endswith(KV_SCALE_ENDS) for name in names)

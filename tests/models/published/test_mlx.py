@@ -97,6 +97,10 @@ def test_floating_point_numbers_that_are_misshapen(tmp_path: Path) -> None:
     write_tensors(tmp_path, tensors | {"x_proj.scales": tensors["x_proj.scales"][:, 1:]})
     with pytest.raises(ValueError, match="tensor x_proj.scales has shape"):
         encoded(tmp_path, settings).check(NAME, (6, 64))
+    wider, _ = floats("nvfp4", 6, 32)
+    write_tensors(tmp_path, {NAME: wider[NAME][:, :3], "x_proj.scales": wider["x_proj.scales"][:, :1]})
+    with pytest.raises(ValueError, match="x_proj.scales has groups of 16, and the config 24 inputs"):
+        encoded(tmp_path, {"mode": "nvfp4", "bits": 4, "group_size": 16}).check(NAME, (6, 24))
     write_tensors(tmp_path, tensors | {NAME: tensors[NAME][:, :4]})
     with pytest.raises(ValueError, match="has integers of 2 bits, and scales of floating-point numbers"):
         encoded(tmp_path, settings).check(NAME, (6, 64))
