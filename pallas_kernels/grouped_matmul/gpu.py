@@ -125,22 +125,19 @@ def grouped_matmul(
     ctas = min(chip.num_sms, len(visits) * blocks)
 
     def kernel(x: Ref, w: Ref, visits: Ref, num_visits: Ref, out: Ref, **memory: Ref) -> None:
-        cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        thread = lax.axis_index("warpgroup")
 
         def walk(work: Callable[[_GroupUnit, jax.Array], None]) -> jax.Array:
             """Does the CTA's units. Each is told how many stages came before. Returns how many there were in all."""
-            count = lax.div(num_visits[0] * blocks - cta + (ctas - 1), jnp.int32(ctas))
 
-            @pl.loop(0, count)
-            def _(index: jax.Array) -> None:
-                number = cta + index * ctas
+            def one(number: jax.Array, done: jax.Array) -> None:
                 # Neighbouring CTAs have the same rows and, where a group has many, the same matrix in the L2.
                 visit, column = lax.div(number, jnp.int32(blocks)), lax.rem(number, jnp.int32(blocks)) * tiles.columns
                 matrix, eighth, low, high = (visits[visit, i] for i in range(4))
                 # Only from this product the compiler knows that tiles begin where a copy may begin.
-                work(_GroupUnit(matrix, eighth * ALIGNMENT, low, high, column), index * product.steps)
+                work(_GroupUnit(matrix, eighth * ALIGNMENT, low, high, column), done)
 
-            return count * product.steps
+            return in_turn(num_visits[0] * blocks, ctas, product.steps, one)
 
         @pl.when(thread < product.halves)
         def _compute() -> None:
@@ -149,7 +146,8 @@ def grouped_matmul(
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(_: jax.Array) -> None:
-            product.drain(walk(lambda unit, done: product.fetch(unit, done, x, w, memory)), memory)
+            filled = walk(lambda unit, done: product.fetch(unit, done, x, w, memory))
+            drain(memory["free"], tiles.stages, filled)
 
         fetch_in(thread == HALVES, fetch)
 
@@ -189,6 +187,34 @@ def plan_visits(
     tile = origins[group] + (number - (until - counts)[group]) * tile_rows
     low, high = jnp.maximum(begins[group], tile), jnp.minimum(ends[group], tile + tile_rows)
     return jnp.stack([first + group, tile // ALIGNMENT, low, high], axis=1), until[-1:]
+
+
+def in_turn(num_units: jax.Array, ctas: int, steps: int, work: Callable[[jax.Array, jax.Array], None]) -> jax.Array:
+    """Lets each of `ctas` CTAs do every `ctas`-th unit, each of which fills `steps` stages.
+
+    `work` is given the unit's number and how many stages the CTA has filled before. Returns how many it has filled.
+    """
+    cta = lax.axis_index("cta")
+    count = lax.div(num_units - cta + (ctas - 1), jnp.int32(ctas))
+
+    @pl.loop(0, count)
+    def _(index: jax.Array) -> None:
+        work(cta + index * ctas, index * steps)
+
+    return count * steps
+
+
+def drain(free: Ref, stages: int, filled: jax.Array) -> None:
+    """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for.
+
+    free: the barriers of the stages
+    filled: how many were filled, each as often as it was
+    """
+    for stage in range(stages):
+
+        @pl.when(stage < filled)
+        def _(stage: int = stage) -> None:
+            plgpu.barrier_wait(free.at[stage])
 
 
 class _GroupUnit(NamedTuple):
@@ -271,14 +297,6 @@ class GroupedProduct:
                     def _(half: int = half, tile: jax.Array = tile, count: int = count) -> None:
                         into = memory["rows"].at[slot, half, pl.ds(0, count)]
                         plgpu.copy_gmem_to_smem(x.at[pl.ds(tile, count), part], into, here)
-
-    def drain(self, done: jax.Array, memory: dict[str, Ref]) -> None:
-        """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
-        for stage in range(self.tiles.stages):
-
-            @pl.when(stage < done)
-            def _(stage: int = stage) -> None:
-                plgpu.barrier_wait(memory["free"].at[stage])
 
     def compute(self, half: jax.Array, unit: _GroupUnit, done: jax.Array, out: Ref, memory: dict[str, Ref]) -> None:
         """Computes a warpgroup's rows of a unit, and stores them into out f[N, columns of all units]."""

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, SWIZZLES, plan_visits, store_rows
+from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, SWIZZLES, drain, in_turn, plan_visits, store_rows
 from pallas_kernels.mosaic_gpu import (
     TILE,
     MatrixUnit,
@@ -100,25 +100,22 @@ def quantized_matmul(
         out: Ref,
         **memory: Ref,
     ) -> None:
-        cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        thread = lax.axis_index("warpgroup")
 
         def walk(work: Callable[[_QuantizedUnit, jax.Array], None]) -> jax.Array:
             """Does the CTA's units. Each is told how many stages came before. Returns how many there were in all."""
             together = num_visits[0]
-            count = lax.div(together * (blocks * tiles.splits) - cta + (ctas - 1), jnp.int32(ctas))
 
-            @pl.loop(0, count)
-            def _(index: jax.Array) -> None:
+            def one(number: jax.Array, done: jax.Array) -> None:
                 # Neighbouring CTAs have the same part of the matrix, which so comes from the L2.
-                number = cta + index * ctas
                 part, visit = lax.div(number, together), lax.rem(number, together)
                 split, block = lax.rem(part, jnp.int32(tiles.splits)), lax.div(part, jnp.int32(tiles.splits))
                 matrix, eighth, low, high = (visits[visit, i] for i in range(4))
                 # Only from this product the compiler knows that tiles begin where a copy may begin.
                 unit = _QuantizedUnit(matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
-                work(unit, index * build.steps)
+                work(unit, done)
 
-            return count * build.steps
+            return in_turn(together * (blocks * tiles.splits), ctas, build.steps, one)
 
         @pl.when(thread < tiles.halves)
         def _compute() -> None:
@@ -128,7 +125,8 @@ def quantized_matmul(
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(_: jax.Array) -> None:
-            build.drain(walk(lambda unit, done: build.fetch(unit, done, x, codes, memory)), memory)
+            filled = walk(lambda unit, done: build.fetch(unit, done, x, codes, memory))
+            drain(memory["free"], tiles.stages, filled)
 
         fetch_in(thread == HALVES, fetch)
 
@@ -257,14 +255,6 @@ class QuantizedProduct:
             plgpu.copy_gmem_to_smem(source, memory["matrices"].at[slot], here)
             source = x.at[pl.ds(unit.tile, self.tiles.tokens), pl.ds(number * self.inputs, self.inputs)]
             plgpu.copy_gmem_to_smem(source, memory["rows"].at[slot], here)
-
-    def drain(self, done: jax.Array, memory: dict[str, Ref]) -> None:
-        """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
-        for stage in range(self.tiles.stages):
-
-            @pl.when(stage < done)
-            def _(stage: int = stage) -> None:
-                plgpu.barrier_wait(memory["free"].at[stage])
 
     def compute(
         self,
