@@ -103,7 +103,7 @@ class Forms:
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
-    pads_tables: whether rows that are looked up by token are filled up to whole tiles, as TPUs need them
+    pads_tables: whether rows of embeddings and of the LM head are filled up to whole tiles, as TPUs need them
     own: the forms of some matrices, by their names and declarations, which come before all others
     """
 
@@ -149,7 +149,8 @@ class Forms:
         """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
         if (own := self.own.get((name, decl))) is not None:
             return own
-        if self.pads_tables and decl.storage in ("table", "tied_table") and decl.shape[-1] % LANES:
+        is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
+        if self.pads_tables and is_table and decl.shape[-1] % LANES:
             return PaddedTable(decl.shape[-1])
         if decl.storage == "tied_table":
             return self.table

@@ -1,4 +1,4 @@
-"""A table for TPUs, whose rows are filled up to whole tiles so that each of them lies in one place."""
+"""A table for TPUs, or an LM head, whose rows are filled up to whole tiles so that each of them lies in one place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,8 @@ class PaddedTable(Form):
     """A table [V, width] is [V, padded], with zeros after each row, up to a multiple of 128 numbers.
 
     Unless 128 divides their width, XLA:TPU keeps a table with its columns side by side, which needs no padding, and
-    copies it to look up rows: 1.1 GiB in each step of gpt-oss (201,088 rows of 2,880). So padded, it takes 2% more.
+    copies it to look up rows: 1.1 GiB in each step of gpt-oss (201,088 rows of 2,880). So padded, it takes 2% more. The
+    LM head was copied as well, where prompts have log-probabilities.
     """
 
     width: int
