@@ -129,8 +129,10 @@ def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None
 
 @pytest.mark.slow
 def test_the_kernel_for_tpus_gives_the_tokens_of_the_decoded_model_on_a_mesh(tmp_path: Path) -> None:
-    # One layer, of which two devices have whole groups of 32. The prompts come in chunks, and two share a page.
-    whole = resized(Fixture.load("qwen3"), {100: 128}, intermediate_size=128)
+    # One layer, of which two devices have matrices that fill whole tiles. Others would be left in 16 bits. The prompts
+    # come in chunks, and two share a page.
+    sizes = {48: 128, 100: 256, 64: 256, 32: 128, 16: 64}
+    whole = resized(Fixture.load("qwen3"), sizes, hidden_size=128, intermediate_size=256, head_dim=64)
     config = whole.config | {"num_hidden_layers": 1}
     shapes = {name: shape for name, shape in whole.shapes.items() if not re.search(r"layers\.[1-9]", name)}
     path = write_tiny_checkpoint(tmp_path, replace(whole, config=config, shapes=shapes))
