@@ -4,6 +4,7 @@ Each rule has two kernels. Both go over visits (`visits.py`), for a block of hea
 the convolution follows the matrices in the page, so a token's channels are all that is read beside it.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -57,11 +58,8 @@ def delta_rule(
     `delta_blocks`.
     """
     options: dict[str, Any] = {"blocks": blocks, "chip": chip, "interpret": interpret}
-    of_singles, pages = take_singles(pages, place, visits.singles, tokens, **options)
-    of_chunks = None
-    if visits.chunks is not None:
-        of_chunks, pages = take_chunks(pages, place, visits.chunks, tokens, **options)
-    return _read(visits, of_singles, of_chunks).reshape(*tokens.beta.shape, -1), pages
+    read, pages = _taken_in(take_singles, take_chunks, pages, place, visits, tokens, options)
+    return read.reshape(*tokens.beta.shape, -1), pages
 
 
 def selective_scan(
@@ -84,11 +82,8 @@ def selective_scan(
     `blocks` are those of `scan_blocks`.
     """
     options: dict[str, Any] = {"shape": shape, "blocks": blocks, "chip": chip, "interpret": interpret}
-    of_singles, pages = scan_singles(pages, place, visits.singles, tokens, **options)
-    of_chunks = None
-    if visits.chunks is not None:
-        of_chunks, pages = scan_chunks(pages, place, visits.chunks, tokens, **options)
-    return _read(visits, of_singles, of_chunks).reshape(*tokens.g.shape, -1), pages
+    read, pages = _taken_in(scan_singles, scan_chunks, pages, place, visits, tokens, options)
+    return read.reshape(*tokens.g.shape, -1), pages
 
 
 def channel_scan(
@@ -110,11 +105,7 @@ def channel_scan(
     `blocks` are those of `channel_blocks`.
     """
     options: dict[str, Any] = {"blocks": blocks, "chip": chip, "interpret": interpret}
-    of_singles, pages = channel_singles(pages, place, visits.singles, tokens, **options)
-    of_chunks = None
-    if visits.chunks is not None:
-        of_chunks, pages = channel_chunks(pages, place, visits.chunks, tokens, **options)
-    return _read(visits, of_singles, of_chunks), pages
+    return _taken_in(channel_singles, channel_chunks, pages, place, visits, tokens, options)
 
 
 def short_convolution(
@@ -143,14 +134,23 @@ def short_convolution(
         "chip": chip,
         "interpret": interpret,
     }
-    of_singles, pages = window_singles(pages, place, visits.singles, tokens, **options)
-    of_chunks = None
+    return _taken_in(window_singles, window_chunks, pages, place, visits, tokens, options)
+
+
+def _taken_in(
+    take_singles: Callable[..., tuple[jax.Array, jax.Array]],
+    take_chunks: Callable[..., tuple[jax.Array, jax.Array]],
+    pages: jax.Array,
+    place: jax.Array | int,
+    visits: Visits,
+    tokens: Any,
+    options: Mapping[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Calls both kernels of a rule, and returns what they read, [T, K, ..], and the pages."""
+    read, pages = take_singles(pages, place, visits.singles, tokens, **options)
+    others: jax.Array | float = 0.0
+    # What a kernel returns for tokens that it did not visit may be NaN.
     if visits.chunks is not None:
-        of_chunks, pages = window_chunks(pages, place, visits.chunks, tokens, **options)
-    return _read(visits, of_singles, of_chunks), pages
-
-
-def _read(visits: Visits, of_singles: jax.Array, of_chunks: jax.Array | None) -> jax.Array:
-    """Returns what both kernels read, [T, K, ..]. What they return for tokens that they did not visit may be NaN."""
-    others = 0.0 if of_chunks is None else jnp.where(visits.is_real[:, None, None], of_chunks, 0.0)
-    return jnp.where(visits.is_single[:, None, None], of_singles, others)
+        of_chunks, pages = take_chunks(pages, place, visits.chunks, tokens, **options)
+        others = jnp.where(visits.is_real[:, None, None], of_chunks, 0.0)
+    return jnp.where(visits.is_single[:, None, None], read, others), pages
