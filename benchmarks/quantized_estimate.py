@@ -13,9 +13,7 @@ bytes. It prints a table and writes benchmarks/results/quantized-estimate-DATE-C
 
 import argparse
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +25,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from benchmarks.result_files import ROOT, machine, write_record
-from benchmarks.states_estimate import cost_of, cycles_per_byte
+from benchmarks.states_estimate import bundle_dumps, cost_of, cycles_per_byte, tpu_named
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import Form, Matrix
 from jaxvllm.models.forms.choice import QUANTIZATIONS, FewBitsForms
@@ -38,7 +36,7 @@ from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.forms.tpu_groups import TpuGroups
 from jaxvllm.models.ops import InStack, Slice, project
 from pallas_kernels.backend import Backend
-from pallas_kernels.chips import TpuChip, chip_named
+from pallas_kernels.chips import TpuChip
 from pallas_kernels.deviceless import compile_only_devices
 from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4
 from pallas_kernels.quantized_matmul.tpu import QuantizedMatrices, choose_blocks, loop_lengths
@@ -162,14 +160,9 @@ def main() -> None:
     chips, about, found = parser.parse_args().chips, machine(), []
     print("| chip | form | rows | MiB | thousand cycles | of the kernel's bundles | within |")
     print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as dumps:
-        # libtpu reads this when it is loaded, which the first topology causes.
-        passes = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps} {passes}"
+    with bundle_dumps() as dumps:
         for name in chips:
-            chip = chip_named(name)
-            assert isinstance(chip, TpuChip), f"{name} is no TPU"
-            for estimate in estimates(chip, Path(dumps)):
+            for estimate in estimates(tpu_named(name), dumps):
                 found.append(estimate)
                 print(estimate.row(), flush=True)
     path = write_record("quantized-estimate", about, {"estimates": [asdict(estimate) for estimate in found]})

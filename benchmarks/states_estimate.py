@@ -17,6 +17,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import prod
@@ -220,6 +221,23 @@ def cycles_per_byte(mesh: Mesh) -> float:
     return cost_of(text).once / (2 * COPIED)
 
 
+@contextmanager
+def bundle_dumps() -> Iterator[Path]:
+    """Makes libtpu write the bundles of kernels that are compiled within to a folder, from the first topology on."""
+    with tempfile.TemporaryDirectory() as dumps:
+        # libtpu reads this when it is loaded, which the first topology causes.
+        passes = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps} {passes}"
+        yield Path(dumps)
+
+
+def tpu_named(name: str) -> TpuChip:
+    """Returns the TPU of that name."""
+    chip = chip_named(name)
+    assert isinstance(chip, TpuChip), f"{name} is no TPU"
+    return chip
+
+
 def bundles_of(dumps: Path, kernel: str) -> int:
     """Returns the bundles of one visit of a kernel, of the only program whose dumps are there.
 
@@ -278,14 +296,9 @@ def main() -> None:
     chips, about, found = parser.parse_args().chips, machine(), []
     print("| chip | states of | step | bytes, thousand cycles | XLA, times that | kernel, times that |")
     print("|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as dumps:
-        # libtpu reads this when it is loaded, which the first topology causes.
-        passes = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
-        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dumps} {passes}"
+    with bundle_dumps() as dumps:
         for name in chips:
-            chip = chip_named(name)
-            assert isinstance(chip, TpuChip), f"{name} is no TPU"
-            for estimate in estimates(chip, Path(dumps)):
+            for estimate in estimates(tpu_named(name), dumps):
                 found.append(estimate)
                 print(estimate.row(), flush=True)
             record = {"versions": {"libtpu": version("libtpu")}, "estimates": [asdict(estimate) for estimate in found]}
