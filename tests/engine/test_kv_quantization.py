@@ -26,6 +26,7 @@ from tests.engine.tiny import (
     assert_idle,
     choose_drafts,
     few_pages,
+    greedy_by,
     greedy_tokens,
     one_program,
     random_prompts,
@@ -83,15 +84,7 @@ def recomputed(path: Path, stored: Callable[..., jax.Array]) -> list[list[int]]:
         hidden, _ = forward(params, spec, tokens, jnp.arange(64), cache, attend, ALONE)
         return project_logits(params, spec, hidden)
 
-    found = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(12):
-            padded = np.zeros(64, np.int32)
-            padded[: len(tokens)] = tokens
-            tokens.append(int(np.asarray(logits(padded))[len(tokens) - 1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
+    return greedy_by(logits, PROMPTS, 12, room=64)
 
 
 def check(path: Path, expected: list[list[int]], **options: Any) -> None:

@@ -23,7 +23,15 @@ from jaxvllm.models.forms.tpu_groups import TpuGroups
 from jaxvllm.models.heads.head import DRAFT
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.quantized_matmul.code import E4M3
-from tests.engine.tiny import GREEDY, all_drafts_or_none, greedy_tokens, random_prompts, tiny_llm, write_tiny_checkpoint
+from tests.engine.tiny import (
+    GREEDY,
+    all_drafts_or_none,
+    greedy_by,
+    greedy_tokens,
+    random_prompts,
+    tiny_llm,
+    write_tiny_checkpoint,
+)
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
 from tests.models.published.test_packed_integers import compressed, packed
@@ -37,16 +45,7 @@ def recomputed(path: Path, forms: Forms) -> list[list[int]]:
     """What each prompt goes on with, by the layers without pages or an engine."""
     spec = model_spec(checkpoint.read_config(path))
     params = checkpoint.load(path, spec, dtype=jnp.float32, layout="separate", forms=forms)
-    logits = jax.jit(lambda tokens: dense_logits(params, spec, tokens))
-    found = []
-    for prompt in PROMPTS:
-        tokens = list(prompt)
-        for _ in range(8):
-            padded = np.zeros(32, np.int32)
-            padded[: len(tokens)] = tokens
-            tokens.append(int(np.asarray(logits(padded))[len(tokens) - 1].argmax()))
-        found.append(tokens[len(prompt) :])
-    return found
+    return greedy_by(jax.jit(lambda tokens: dense_logits(params, spec, tokens)), PROMPTS, 8, room=32)
 
 
 @pytest.fixture(scope="module")

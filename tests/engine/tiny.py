@@ -147,6 +147,21 @@ class Recomputation:
         return self.logits(prompt, output).argmax(-1).tolist() == list(output)
 
 
+def greedy_by(
+    logits: Callable[[np.ndarray], Any], prompts: Sequence[Sequence[int]], count: int, room: int
+) -> list[list[int]]:
+    """What each prompt goes on with, `count` tokens, by the logits [room, V] of a text that is filled up to `room`."""
+    found = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(count):
+            padded = np.zeros(room, np.int32)
+            padded[: len(tokens)] = tokens
+            tokens.append(int(np.asarray(logits(padded))[len(tokens) - 1].argmax()))
+        found.append(tokens[len(prompt) :])
+    return found
+
+
 def random_prompts(count: int, longest: int, seed: int, vocab_size: int = 256) -> list[list[int]]:
     """Prompts of random tokens, 1 to `longest` of them. Ids below 2 are special."""
     random = np.random.default_rng(seed)

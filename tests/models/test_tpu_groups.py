@@ -21,11 +21,9 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.chips import TpuChip, chip_named
 from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, UINT4, Code
 from tests.models.fixture import Fixture
-from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
-from tests.models.published.test_mxfp4 import gpt_oss, random_experts
 from tests.models.published.test_packed_integers import compressed
-from tests.models.published.test_stored_bits import CASES, kept, load, of_projections
-from tests.models.published.written import fp8_checkpoint, resized, write_model
+from tests.models.published.test_stored_bits import CASES, experts_in_mxfp4, kept, load, of_projections
+from tests.models.published.written import fp8_checkpoint, resized
 
 CHIP = chip_named("v6e")
 assert isinstance(CHIP, TpuChip)
@@ -116,14 +114,7 @@ def test_blocks_of_fp8_are_kept_on_a_mesh(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
-    fixture, tensors = gpt_oss(), {}
-    for name, weight in fixture.weights().items():
-        if name.endswith((".gate_up_proj", ".down_proj")):
-            X, columns, rows = weight.shape
-            tensors |= random_experts(name, X, rows, columns)[0]
-        else:
-            tensors[name] = weight
-    path = write_model(tmp_path, fixture.config | {"quantization_config": MXFP4}, tensors)
+    path = experts_in_mxfp4(tmp_path)
     params, plain = load(path, on_tpu(1)), load(path, Forms())
     assert kept(params) == {"experts_gate_up", "experts_down"}
     assert_kept(params, plain)

@@ -202,7 +202,8 @@ def test_blocks_of_fp8_are_kept_on_any_mesh(
     assert not kept(load(path, ROWS))
 
 
-def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+def experts_in_mxfp4(directory: Path) -> Path:
+    """A gpt-oss whose experts are stored as it is published."""
     fixture, tensors = gpt_oss(), {}
     for name, weight in fixture.weights().items():
         if name.endswith((".gate_up_proj", ".down_proj")):
@@ -210,7 +211,11 @@ def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
             tensors |= random_experts(name, X, rows, columns)[0]
         else:
             tensors[name] = weight
-    path = write_model(tmp_path, fixture.config | {"quantization_config": MXFP4}, tensors)
+    return write_model(directory, fixture.config | {"quantization_config": MXFP4}, tensors)
+
+
+def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    path = experts_in_mxfp4(tmp_path)
     for size in (1, 2):
         params = load(path, size=size)
         assert kept(params) == {"experts_gate_up", "experts_down"}
