@@ -56,25 +56,28 @@ def layers_for(layer_bytes: int) -> int:
     return min(max(2, -(-4 * cache_bytes(jax.devices()[0]) // layer_bytes)), MOST_LAYERS)
 
 
-def seconds_a_layer(layer: Callable[[jax.Array], jax.Array], layers: int) -> float:
-    """Times one layer of a program that calls `layer` with each number in turn."""
+def seconds_a_layer(layer: Callable[..., jax.Array], layers: int, *arrays: Any) -> float:
+    """Times one layer of a program that calls `layer` with each number in turn, and these arrays."""
 
-    def one(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
-        y = lax.optimization_barrier(layer(number))  # type: ignore[no-untyped-call]
-        return total + y.reshape(-1)[0].astype(jnp.float32), None
+    def run(*arrays: Any) -> jax.Array:
+        def one(total: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+            y = lax.optimization_barrier(layer(number, *arrays))  # type: ignore[no-untyped-call]
+            return total + y.reshape(-1)[0].astype(jnp.float32), None
 
-    call = jax.jit(lambda: lax.scan(one, jnp.float32(0), jnp.arange(layers, dtype=jnp.int32))[0])
-    return time_calls(call, layers).median
+        total: jax.Array = lax.scan(one, jnp.float32(0), jnp.arange(layers, dtype=jnp.int32))[0]
+        return total
+
+    return time_calls(partial(jax.jit(run), *arrays), layers).median
 
 
 class InPlace:
     """A function that every call applies to the array of the call before, in place."""
 
-    def __init__(self, step: Callable[[jax.Array], jax.Array], array: jax.Array) -> None:
-        self.step, self.array = jax.jit(step, donate_argnums=0), array
+    def __init__(self, step: Callable[..., jax.Array], array: jax.Array, *others: Any) -> None:
+        self.step, self.array, self.others = jax.jit(step, donate_argnums=0), array, others
 
     def __call__(self) -> jax.Array:
-        self.array = self.step(self.array)
+        self.array = self.step(self.array, *self.others)
         return self.array
 
 
@@ -98,24 +101,28 @@ def products(pattern: str = ".") -> Facts:
 
     def of(case: quantized_cases.QuantizedCase) -> dict[str, Any]:
         code, layers = case.code, layers_for(case.num_bytes)
-        rng = np.random.default_rng(0)
-        x = jnp.asarray(rng.standard_normal((case.num_rows, case.size_in)), jnp.bfloat16)
-        codes = rng.integers(0, 256, (2, case.size_out, case.size_in // code.per_byte)).astype(np.uint8)
-        if code.per_byte == 1:
-            codes = np.where(np.isfinite(code.table[codes]), codes, 0).astype(np.uint8)
-        shape = (2, case.size_out, case.num_groups)
-        is_power = case.scale_dtype == "float8_e8m0fnu"
-        exact = np.exp2(rng.integers(-6, 1, shape)) if is_power else rng.uniform(0.5, 2, shape)
-        scales = exact.astype(jnp.dtype(case.scale_dtype))
-        zeros = rng.integers(0, 16, shape).astype(code.dtype) if case.has_zeros else None
-        of_layers = jnp.arange(layers) % 2
-        stack = jnp.asarray(codes.view(jnp.dtype(code.dtype)))[of_layers]
-        all_scales = jnp.asarray(scales.view(np.uint8) if is_power else scales)[of_layers]
-        all_zeros = None if zeros is None else jnp.asarray(zeros)[of_layers]
-        tiles = choose_tiles(x, (case.size_out, case.size_in), code, case.group, 1, chip)
+        tiles = choose_tiles(
+            jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16),  # type: ignore[no-untyped-call]
+            (case.size_out, case.size_in), code, case.group, 1, chip,
+        )  # fmt: skip
         if tiles is None:
             return {"problem": "left to XLA"}
-        multiply = partial(
+        keys = jax.random.split(jax.random.key(0), 4)
+        x = jax.random.normal(keys[0], (case.num_rows, case.size_in), jnp.bfloat16)
+        codes = jax.random.bits(keys[1], (layers, case.size_out, case.size_in // code.per_byte), jnp.uint8)
+        table = jnp.asarray(code.table, jnp.float32)
+        if code.per_byte == 1:  # FP8 has codes that are no numbers
+            codes = jnp.where(jnp.isfinite(table[codes]), codes, jnp.uint8(0))
+        shape = layers, case.size_out, case.num_groups
+        is_power = case.scale_dtype == "float8_e8m0fnu"
+        if is_power:
+            scales = jax.random.randint(keys[2], shape, 121, 128, jnp.uint8)
+            exact = jnp.exp2(scales[1].astype(jnp.float32) - 127)
+        else:
+            scales = jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 2).astype(case.scale_dtype)
+            exact = scales[1].astype(jnp.float32)
+        zeros = jax.random.randint(keys[3], shape, 0, 16, jnp.dtype(code.dtype)) if case.has_zeros else None
+        multiply: Any = partial(
             quantized.quantized_matmul,
             code=code,
             scale_dtype=case.scale_dtype,
@@ -123,24 +130,26 @@ def products(pattern: str = ".") -> Facts:
             tiles=tiles,
             chip=chip,
         )
-        starts = jnp.array([0, case.num_rows], jnp.int32)
 
-        def layer(number: jax.Array) -> jax.Array:
-            return multiply(x, stack, all_scales, all_zeros, starts, number)
+        def layer(number: jax.Array, x: jax.Array, *matrices: Any) -> Any:
+            return multiply(x, *matrices, jnp.array([0, case.num_rows], jnp.int32), number)
 
-        halves = np.stack([codes[1] & 15, codes[1] >> 4], -1).reshape(case.size_out, -1)
-        numbers = code.table[halves if code.per_byte == 2 else codes[1]].astype(np.float32)
-        minus = np.float32(code.zero) if zeros is None else zeros[1].astype(np.float32)[..., None]
-        by_group = (numbers.reshape(case.size_out, case.num_groups, -1) - minus) * scales[1].astype(np.float32)[
-            ..., None
-        ]
-        matrix = jnp.asarray(by_group.reshape(case.size_out, case.size_in))
-        expected = jnp.matmul(x.astype(jnp.float32), matrix.T, precision=HIGHEST)
-        error = error_of(jax.jit(layer)(jnp.int32(1)), expected)
-        seconds = seconds_a_layer(layer, layers)
+        @jax.jit
+        def by_hand(x: jax.Array, codes: jax.Array, exact: jax.Array, zeros: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if code.per_byte == 2:
+                codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(case.size_out, -1)
+            by_group = table[codes].reshape(case.size_out, case.num_groups, -1) - zeros[..., None]
+            matrix = (by_group * exact[..., None]).reshape(case.size_out, case.size_in)
+            return jnp.matmul(x.astype(jnp.float32), matrix.T, precision=HIGHEST), matrix.astype(jnp.bfloat16)
+
+        minus = jnp.full(shape[1:], code.zero, jnp.float32) if zeros is None else zeros[1].astype(jnp.float32)
+        expected, matrix = by_hand(x, codes[1], exact, minus)
+        stored = lax.bitcast_convert_type(codes, jnp.dtype(code.dtype)), scales, zeros
+        error = error_of(jax.jit(layer)(jnp.int32(1), x, *stored), expected)
+        seconds = seconds_a_layer(layer, layers, x, *stored)
         count = layers_for(2 * matrix.size)
-        plain = jnp.repeat(matrix.astype(jnp.bfloat16)[None], count, axis=0)
-        in_16_bits = seconds_a_layer(lambda number: x @ plain[number].T, count)
+        plain = jnp.broadcast_to(matrix, (count, *matrix.shape)) + jnp.bfloat16(0)
+        in_16_bits = seconds_a_layer(lambda number, x, plain: x @ plain[number].T, count, x, plain)
         return {
             "error": error,
             "seconds": seconds,
@@ -173,10 +182,10 @@ def experts(pattern: str = ".") -> Facts:
         if tiles is None:
             return {"problem": "left to XLA"}
 
-        def layer(number: jax.Array) -> jax.Array:
+        def layer(number: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
             return grouped.grouped_matmul(x, w, starts, number * count, gate="silu", tiles=tiles, chip=chip)
 
-        def by_group(group: jax.Array, y: jax.Array) -> jax.Array:
+        def by_group(x: jax.Array, one: jax.Array, group: jax.Array, y: jax.Array) -> jax.Array:
             is_own = (jnp.arange(num_rows) >= starts[group]) & (jnp.arange(num_rows) < starts[group + 1])
             gate, up = (
                 jnp.matmul(x.astype(jnp.float32), one[group, half].astype(jnp.float32).T, precision=HIGHEST)
@@ -184,9 +193,14 @@ def experts(pattern: str = ".") -> Facts:
             )
             return jnp.where(is_own[:, None], jax.nn.silu(gate) * up, y)
 
-        expected = jax.jit(lambda: lax.fori_loop(0, count, by_group, jnp.zeros((num_rows, case.size_out))))()
-        error = error_of(jax.jit(layer)(jnp.int32(1)), expected)
-        seconds = seconds_a_layer(layer, layers)
+        @jax.jit
+        def by_hand(x: jax.Array, one: jax.Array) -> jax.Array:
+            zeros = jnp.zeros((num_rows, case.size_out))
+            expected: jax.Array = lax.fori_loop(0, count, partial(by_group, x, one), zeros)
+            return expected
+
+        error = error_of(jax.jit(layer)(jnp.int32(1), x, w), by_hand(x, one))
+        seconds = seconds_a_layer(layer, layers, x, w)
         return {
             "error": error,
             "seconds": seconds,
@@ -244,7 +258,7 @@ def states(pattern: str = ".") -> Facts:
             weights |= {"skip": normal(heads, matrices)}
         pages = jax.random.normal(jax.random.key(0), struct.shape) * 0.1
 
-        def layer(way: str, pages: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(way: str, pages: Any, place: Any, weights: Any, tokens: Any) -> tuple[jax.Array, jax.Array]:
             rows = RaggedRows.build(table, starts, lens, num_tokens)
             if way == "XLA":
                 return memory.advance(pages, place, Columns(rows, STATE_PAGE), weights, tokens)
@@ -256,7 +270,7 @@ def states(pattern: str = ".") -> Facts:
         found: dict[str, Any] = {}
         expected = None
         for way in ("XLA", "tokens", *(["chunks"] if each > 16 else [])):
-            read, got = jax.jit(partial(layer, way))(pages, jnp.int32(1))
+            read, got = jax.jit(partial(layer, way))(pages, jnp.int32(1), weights, tokens)
             read, got = read[: num_rows * each], got[1, 1:]
             if expected is None:
                 expected = read, got
@@ -266,14 +280,16 @@ def states(pattern: str = ".") -> Facts:
                     f"error of pages by {way}": error_of(got, expected[1]),
                 }
 
-            def all_layers(pages: jax.Array, way: str = way) -> jax.Array:
+            def all_layers(pages: jax.Array, weights: Any, tokens: Any, way: str = way) -> jax.Array:
                 def one(pages: jax.Array, place: jax.Array) -> tuple[jax.Array, None]:
-                    read, pages = layer(way, pages, place)
+                    read, pages = layer(way, pages, place, weights, tokens)
                     return lax.optimization_barrier((pages, read))[0], None  # type: ignore[no-untyped-call]
 
                 return lax.scan(one, pages, jnp.arange(STATE_LAYERS, dtype=jnp.int32))[0]
 
-            found[f"seconds of {way}"] = time_calls(InPlace(all_layers, pages + 0), STATE_LAYERS).median
+            found[f"seconds of {way}"] = time_calls(
+                InPlace(all_layers, pages + 0, weights, tokens), STATE_LAYERS
+            ).median
         state_bytes = memory.page_bytes(STATE_PAGE, jnp.bfloat16)
         return found | {"least_bytes": num_rows * (1 + max(1, each // STATE_PAGE)) * state_bytes}
 
