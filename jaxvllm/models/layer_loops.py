@@ -256,7 +256,7 @@ class _Run:
         # The number is carried: that of the scan would be a copy of its counter, limited to the layers, which XLA:GPU
         # computes by a kernel.
         def scan_step(
-            carried: tuple[jax.Array, Carry], xs: tuple[Params, dict[str, jax.Array]]
+            carried: tuple[jax.Array, Carry], xs: tuple[Params, dict[str, Any]]
         ) -> tuple[tuple[jax.Array, Carry], None]:
             (number, carry), (slices, numbers) = carried, xs
             about: dict[str, Any] = self.shared | numbers

@@ -23,7 +23,7 @@ type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], larg
 
 
 class Where(NamedTuple):
-    """What differs between layers: two operands, because a kernel of its own would write them into one."""
+    """The layer and its window. They are two operands, because XLA writes them into one by a kernel of its own."""
 
     layer: jax.Array  # i32[1]
     window: jax.Array  # i32[1]
