@@ -48,8 +48,9 @@ def plan_windows(rows: RaggedRows, page_size: int, conv_size: int) -> WindowPlan
     row, number = columns.rows, columns.numbers
     start, index = starts[row], jnp.arange(len(row), dtype=jnp.int32) - columns.firsts[row]
     begin, end = (jnp.clip(at * page_size, start, rows.kv_lens[row]) for at in (number, number + 1))
-    # The first column of a row has a token at least, and all between it and the last one have as many as a page.
-    seeing = 1 + -(-(conv_size - 2) // page_size)
+    # A column sees tokens from before the step where fewer than a window come before it in the step.
+    missing = conv_size - 1 - (page_size - start % page_size)  # from the window of a row's second column
+    seeing = 1 + jnp.maximum(-(-missing // page_size), 0)
     count = jnp.where(index == 0, jnp.minimum(columns.counts[row], seeing), (index >= seeing).astype(jnp.int32))
     before = rows.page_table[row, jnp.maximum(start - 1, 0) // page_size]
     before = jnp.where(start > 0, before, -1)
@@ -150,7 +151,8 @@ def convolve_windows(
         grid=(len(plan.visits), num_blocks, num_channels // lanes),
         grid_names=("visit", "block", "part"),
         # Between a read and a write of the same numbers by the same thread, which is all that there is, no warp waits.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        # e^-x of SiLU may be off by 2^-24 x of itself, where the result is x e^x or nearly x.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
         interpret=interpretation(interpret),
         kernel_name="convolve_windows",
     )(jnp.asarray(place, jnp.int32)[None], *plan, *tokens, kept_pages)
