@@ -120,11 +120,12 @@ def scan_channels(
                 begin, state = carry
                 column = first_column + index
                 end, page = columns[column, 0], columns[column, 1]
-                if not decode_only:
+                if decode_only:  # there is one token, which waits for no end to be loaded
+                    state = take_one(begin, state)
+                else:
                     num_groups = (end - begin) // GROUP
                     state = take_groups(begin, num_groups, state)
-                    begin = begin + num_groups * GROUP
-                state = lax.fori_loop(begin, end, take_one, state)
+                    state = lax.fori_loop(begin + num_groups * GROUP, end, take_one, state)
 
                 @pl.when(page > 0)
                 def _() -> None:
@@ -132,7 +133,7 @@ def scan_channels(
 
                 return end, state
 
-            lax.fori_loop(0, num_columns, take_column, (first, state))
+            lax.fori_loop(0, 1 if decode_only else num_columns, take_column, (first, state))
 
     kept_pages = jax.new_ref(in_numbers)
     out: jax.Array = plgpu.kernel(
