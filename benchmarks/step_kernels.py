@@ -27,6 +27,7 @@ from jaxvllm.models.gpu_states import GpuStates, GpuStatesPlan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
+from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul import cases as grouped_cases
@@ -67,7 +68,8 @@ def seconds_a_layer(layer: Callable[..., jax.Array], layers: int, *arrays: Any) 
         total: jax.Array = lax.scan(one, jnp.float32(0), jnp.arange(layers, dtype=jnp.int32))[0]
         return total
 
-    return time_calls(partial(jax.jit(run), *arrays), layers).median
+    options = COMPILER_OPTIONS[jax.default_backend()]
+    return time_calls(partial(jax.jit(run, compiler_options=options), *arrays), layers).median
 
 
 class InPlace:
