@@ -39,6 +39,7 @@ from benchmarks.result_files import ROOT, machine, write_record
 GOALS = r"^(decode-(64x4096|256x4096|8x32768)|prefill-(2048|8192))-q32-d128$"
 # Seconds of each part. Together they are more than eight minutes: a part that ends early leaves its time to the others.
 LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90, "transformers": 60}
+LIMITS |= {"products": 90, "experts": 60, "states": 60}
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,7 @@ def engine(size: Size, name: str) -> Facts:
 
     import numpy as np
 
+    from benchmarks.kernel_times import kernel_times
     from jaxvllm import LLM, SamplingParams
     from jaxvllm.bench.offline.padding import Padding
 
@@ -232,6 +234,9 @@ def engine(size: Size, name: str) -> Facts:
                 "steps": len(steps),
                 "least_bytes": least,
             }
+        rows = size.rows[len(size.rows) // 2]
+        times = kernel_times(lambda: complete(llm, prompts(rows, size.context), size.steps))
+        yield {"what": f"kernels of {size.steps} steps of {rows} rows, and of their prompts", "kernels": times}
         before = llm.engine.stats()
         seconds, reports = complete(llm, prompts(size.requests, size.input), size.output)
         busy = sum(report.device_seconds for report in reports)
@@ -297,6 +302,13 @@ def transformers(size: Size) -> Facts:
         worker.close()
 
 
+def step_kernels(part: str) -> Facts:
+    """Compares and times the kernels beside attention, which are for GPUs."""
+    from benchmarks.step_kernels import PARTS
+
+    yield from PARTS[part](".")
+
+
 PARTS: dict[str, Callable[[Size], Facts]] = {
     "errors": errors,
     "attention": attention,
@@ -304,6 +316,9 @@ PARTS: dict[str, Callable[[Size], Facts]] = {
     "0.6B": lambda size: engine(size, "0.6B"),
     "peers": peers,
     "transformers": transformers,
+    "products": lambda _: step_kernels("products"),
+    "experts": lambda _: step_kernels("experts"),
+    "states": lambda _: step_kernels("states"),
 }
 
 

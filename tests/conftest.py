@@ -7,7 +7,8 @@ import sys
 
 # By environment, before anything imports jax: host-only tests then never pay for that import, and the
 # processes that tests start are as strict as the tests.
-os.environ["JAX_PLATFORMS"] = "cpu"
+# `make test-gpu` runs the tests of the kernels for GPUs on the one that is here.
+os.environ["JAX_PLATFORMS"] = "cuda" if "JAXVLLM_TEST_GPU" in os.environ else "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
 os.environ["NPROC"] = "16"

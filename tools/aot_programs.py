@@ -276,12 +276,11 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     if kind == "states":
         if backend == REFERENCE:
             return ()
-        # The kernel for GPUs takes no states wider than a page.
+        # The kernel for GPUs takes no matrices wider than a page.
         scans = [case for case in SCAN_SERVING if backend.kind == "tpu" or case.state_size <= 128]
-        channels, windows = (CHANNEL_SERVING, WINDOW_SERVING) if backend.kind == "tpu" else ((), ())
         return (
-            *(_channel_program(case, backend) for case in channels),
-            *(_window_program(case, backend) for case in windows),
+            *(_channel_program(case, backend) for case in CHANNEL_SERVING),
+            *(_window_program(case, backend) for case in WINDOW_SERVING),
             *(_scan_program(case, backend) for case in scans),
             *(_delta_program(case, backend) for case in STATES_SERVING),
         )

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxvllm.models.gpu_channels import GpuChannels
 from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.state_memory import StateMemory, Token
 from jaxvllm.models.tpu_states import TpuStates
@@ -26,4 +27,5 @@ class StateKernel(Protocol):
 
 def state_kernel(memory: StateMemory, backend: Backend) -> StateKernel | None:
     """Returns the kernel for `memory`, or None where the backend has none for it: then plain XLA computes."""
-    return TpuStates.of(memory, backend) or GpuStates.of(memory, backend)
+    kernels = (kind.of(memory, backend) for kind in (TpuStates, GpuStates, GpuChannels))
+    return next((kernel for kernel in kernels if kernel is not None), None)

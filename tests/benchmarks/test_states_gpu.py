@@ -1,6 +1,8 @@
 """What the text of a program for a GPU tells of one run: kernels, waits of the host, and bytes."""
 
-from benchmarks.states_gpu import PAGE_BYTES, Counted, Counter, StateStep
+from benchmarks.states_gpu import COUNTED, Counted, Counter, StateStep
+
+LAYER = COUNTED["qwen3-next"]
 
 PROGRAM = """HloModule rows
 
@@ -51,8 +53,14 @@ ENTRY %main (a: f32[100,8], b: s32[]) -> (s32[], f32[100,8]) {
 
 def test_slices_count_and_not_the_pages_that_they_are_of() -> None:
     read, written, compared = 32 + 4 + 32, 32 + 4 + 32, 4 + 1  # 100 rows of 32 bytes are no part of these
-    counted = Counter(PROGRAM, StateStep(rows=4, tokens=1), "tokens").count()
+    counted = Counter(PROGRAM, LAYER, StateStep(rows=4, tokens=1), "tokens").count()
     assert counted == Counted(kernels=12, host_waits=4, num_bytes=4 * (read + written + compared))
+
+
+def test_a_loop_whose_length_is_known_waits_for_nothing() -> None:
+    known = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    counted = Counter(known, LAYER, StateStep(rows=4, tokens=1), "XLA").count()
+    assert (counted.kernels, counted.host_waits) == (9, 0)
 
 
 def test_our_kernel_touches_the_states_of_its_rows() -> None:
@@ -66,4 +74,6 @@ ENTRY %main (a: f32[8], pages: f32[2,512,16,272,128]) -> (f32[4], f32[2,512,16,2
 }}
 """
     step = StateStep(rows=3, tokens=1)
-    assert Counter(program, step, "tokens").count() == Counted(kernels=1, num_bytes=32 + 16 + 6 * PAGE_BYTES)
+    assert Counter(program, LAYER, step, "tokens").count() == Counted(
+        kernels=1, num_bytes=32 + 16 + 6 * LAYER.state_bytes
+    )

@@ -11,12 +11,14 @@ import pytest
 
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
+from jaxvllm.models.gpu_channels import GpuChannels
 from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.kimi_delta import ChannelDelta
 from jaxvllm.models.mamba import ChannelScan
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
+from jaxvllm.models.state_kernel import state_kernel
 from jaxvllm.models.state_memory import Columns, StateMemory
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
@@ -51,6 +53,15 @@ LAYERS = {
         {"bias": (256,), "skip": (2,)},
         {"g": (2,), "dt": (2,)},
     ),
+    "Mamba": Layer(
+        RecurrentRule(None, ChannelScan(num_channels=64, state_size=16)),
+        {"pace": (16, 64), "skip": (64,)},
+        {"dt": (64,), "b": (16,), "c": (16,)},
+    ),
+    # Its window fills its page: the kernel leaves padding of a page as it was.
+    "window": Layer(
+        RecurrentRule(CausalConv(256, 5, has_bias=True, has_activation=False), WindowAlone()), {"bias": (256,)}, {}
+    ),
 }
 
 
@@ -58,7 +69,7 @@ LAYERS = {
 def advance(layer: Layer, by_kernel: bool, pages: Any, rows: RaggedRows, weights: Any, tokens: Any) -> Any:
     if not by_kernel:
         return layer.memory.advance(pages, PLACE, Columns(rows, PAGE_SIZE), weights, tokens)
-    kernel = GpuStates.of(layer.memory, BACKEND)
+    kernel = state_kernel(layer.memory, BACKEND)
     assert kernel is not None
     return kernel(pages, jnp.int32(PLACE), kernel.plan(rows, PAGE_SIZE), weights, tokens)
 
@@ -75,17 +86,19 @@ def test_is_what_xla_computes(
     name: str, starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     layer, rng = LAYERS[name], np.random.default_rng(0)
-    conv = layer.rule.conv
-    assert conv is not None
+    conv, parts = layer.rule.conv, layer.rule.parts
 
     def random(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32)
 
-    weights = {"taps": random(HEADS, conv.size, conv.channels)}
+    weights = {} if conv is None else {"taps": random(HEADS, conv.size, conv.channels)}
     weights |= {key: random(HEADS, *shape) for key, shape in layer.weights.items()}
+    if "pace" in weights:
+        weights["pace"] = -np.abs(weights["pace"])
     tokens = {key: rng.uniform(0.1, 1, (num_tokens, HEADS, *shape)) for key, shape in layer.token.items()}
     tokens = {key: np.asarray(-x if key == "g" else x, np.float32) for key, x in tokens.items()}
-    tokens[CHANNELS] = random(num_tokens, HEADS, conv.channels)
+    tokens |= {key: np.repeat(tokens[key][:, :1], HEADS, axis=1) for key in tokens.keys() & {"b", "c"}}
+    tokens[CHANNELS] = random(num_tokens, HEADS, parts[0][-1] if conv is None else conv.channels)
     table = 1 + jnp.arange(8 * len(starts), dtype=jnp.int32).reshape(-1, 8)
     rows = RaggedRows.build(table, jnp.asarray(starts), jnp.asarray(lens), num_tokens)
     pages = random(*layer.memory.pages(2, table.size + 1, PAGE_SIZE, jnp.float32, BACKEND).shape)
@@ -104,16 +117,20 @@ def test_is_what_xla_computes(
     "rule",
     [
         RecurrentRule(CausalConv(10, 3), WindowAlone()),
+        RecurrentRule(CausalConv(192, 3), WindowAlone()),
         RecurrentRule(None, ChannelScan(num_channels=32, state_size=32)),
+        # A page has no whole number of rows of all channels.
+        RecurrentRule(None, ChannelScan(num_channels=192, state_size=8)),
         RecurrentRule(CausalConv(44, 4), GatedDelta(values_per_key=2, key_size=12, value_size=10)),
         # Its rows take two rows of a page.
         RecurrentRule(CausalConv(544, 4), SelectiveScan(num_heads=2, head_size=16, state_size=256)),
     ],
 )
-def test_what_the_kernel_does_not_take(rule: RecurrentRule) -> None:
-    assert GpuStates.of(StateMemory(HEADS, rule), BACKEND) is None
+def test_what_the_kernels_do_not_take(rule: RecurrentRule) -> None:
+    assert state_kernel(StateMemory(HEADS, rule), BACKEND) is None
 
 
 def test_other_chips_have_none() -> None:
-    memory = LAYERS["gated delta"].memory
-    assert GpuStates.of(memory, REFERENCE) is GpuStates.of(memory, Backend("tpu", chip_named("v6e"))) is None
+    for name, kind in (("gated delta", GpuStates), ("Mamba", GpuChannels)):
+        memory = LAYERS[name].memory
+        assert kind.of(memory, REFERENCE) is kind.of(memory, Backend("tpu", chip_named("v6e"))) is None

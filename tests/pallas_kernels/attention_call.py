@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.backend import INTERPRETED_TPU, REFERENCE, Backend
+from pallas_kernels.chips import chip_named
 from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import RowLayout
 from tests.pallas_kernels.cpu_chips import narrower
+from tests.pallas_kernels.gpu_here import INTERPRETED
 
 LAYERS, LAYER = 3, 1
 # The table's columns and the pool's tokens are multiples of these: what little one case has more than another of the
@@ -21,8 +23,8 @@ LAYERS, LAYER = 3, 1
 TABLE_PAGES, POOL_TOKENS = 32, 1024
 BACKENDS = {
     "reference": REFERENCE,
-    "tpu": Backend.of_device("interpret", jax.devices()[0], jnp.dtype(jnp.float32)),
-    "gpu": Backend.of_device("interpret-gpu", jax.devices()[0], jnp.dtype(jnp.float16)),
+    "tpu": Backend("tpu", chip_named(INTERPRETED_TPU), interpret=True),
+    "gpu": Backend.of_device("interpret-gpu" if INTERPRETED else "gpu", jax.devices()[0], jnp.dtype(jnp.float16)),
     "cpu": Backend("cpu", host_chip()),
     # Vectors of other CPUs.
     "cpu-8": Backend("cpu", narrower(8)),

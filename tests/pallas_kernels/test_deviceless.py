@@ -223,7 +223,11 @@ def test_a_copy_to_vmem_is_found() -> None:
         ("v7x", "quantized", ["quantized/gpt-oss-20b-expert-mxfp4-decode-4/tpu"]),
         ("h200", "quantized", ["quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu"]),
         ("b200", "quantized", ["quantized/qwen3-8b-down-awq-decode-16/gpu"]),
-        ("h200", "states", ["states/nemotron-nano-decode-64/gpu", "states/kimi-linear-prompt-512/gpu"]),
+        (
+            "h200",
+            "states",
+            [f"states/{name}/gpu" for name in ("nemotron-nano-decode-64", "kimi-linear-prompt-512", "lfm2-prompt-512")],
+        ),
         ("v5e", "states", ["states/qwen3-next-mixed-512/tpu"]),
         ("v6e", "states", ["states/qwen3-next-decode-64/tpu"]),
         ("v7x", "states", ["states/kimi-linear-decode-64/tpu"]),

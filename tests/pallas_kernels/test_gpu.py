@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention import backend_for, gpu, ragged_paged
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import plan_decode, plan_latent, plan_prefill
 from tests.pallas_kernels.attention_call import LAYER, Call, build_rows, make_call
+from tests.pallas_kernels.gpu_here import INTERPRETED
 
 
 def gpu_chip(name: str = "h200", **changes: Any) -> GpuChip:
@@ -161,7 +162,7 @@ def compiled(case: RaggedCase, chip: GpuChip) -> Callable[..., jax.Array]:
     return jax.jit(
         lambda q, pages, rows, sinks: gpu.attend(
             q, pages, LAYER, rows, scale=case.scale, soft_cap=case.soft_cap, window=case.window, sinks=sinks,
-            slopes=None, chip=chip, interpret=True,
+            slopes=None, chip=chip, interpret=INTERPRETED,
         )
     )  # fmt: skip
 
@@ -201,7 +202,7 @@ VERIFY_LATENT = RaggedCase("verify", page_size=64, num_tokens=20, rows=VERIFY.ro
 
 
 def latent_backend(name: str = "h200", num_sms: int = 1) -> Backend:
-    return Backend("gpu", gpu_chip(name, num_sms=num_sms), interpret=True)
+    return Backend("gpu", gpu_chip(name, num_sms=num_sms), interpret=INTERPRETED)
 
 
 @cache

@@ -13,6 +13,7 @@ from pallas_kernels.chips import CHIPS, GpuChip
 from pallas_kernels.grouped_matmul import gpu
 from pallas_kernels.grouped_matmul.cases import CASES, SERVING, GroupedCase
 from pallas_kernels.small_matmul.api import Gate
+from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_grouped_matmul import assert_near, by_hand, operands
 
 # An idle multiprocessor costs the interpreter as much as a busy one.
@@ -67,7 +68,7 @@ def test_equals_float64(way: Way) -> None:
         expected, products = gate / (1 + np.exp(-gate)) * expected, 2
     w = jnp.concatenate([jnp.full((FIRST, *w.shape[1:]), jnp.nan, w.dtype), w])
     assert gpu.choose_tiles(x, w, len(case.counts), way.gate, chip) is not None
-    multiply = partial(gpu.grouped_matmul, gate=way.gate, tiles=way.tiles, chip=chip, interpret=True)
+    multiply = partial(gpu.grouped_matmul, gate=way.gate, tiles=way.tiles, chip=chip, interpret=INTERPRETED)
     result = np.asarray(jax.jit(multiply)(x, w, jnp.asarray(case.starts), jnp.int32(FIRST)))
     assert (result.shape, result.dtype) == ((len(x), *expected.shape[1:]), x.dtype)
     size = result[0].size

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.linear_attention import gpu
 from pallas_kernels.ragged_paged_attention import RaggedRows
+from tests.pallas_kernels.gpu_here import INTERPRETED
 
 LAYER, GROUPS, REST, PAGE_SIZE = 1, 2, 8, 4
 
@@ -84,7 +85,7 @@ def take(kind: Kind, decode_only: bool, pages: Any, rows: RaggedRows, tokens: An
     rest = rest[: len(plan.columns)]
     tile = kind.tile(decode_only)
     return plan, *gpu.take_tokens(
-        pages, jnp.int32(LAYER), plan, tokens, rest, tile=tile, corrects=kind.corrects, interpret=True
+        pages, jnp.int32(LAYER), plan, tokens, rest, tile=tile, corrects=kind.corrects, interpret=INTERPRETED
     )
 
 
@@ -147,7 +148,7 @@ def gpu_chip(name: str) -> GpuChip:
 @partial(jax.jit, static_argnums=(0, 1))
 def take_by_chunks(kind: Kind, chip: GpuChip, pages: Any, rows: RaggedRows, tokens: Any, rest: Any) -> Any:
     sizes: dict[str, Any] = {"keys_last": kind.keys_last, "corrects": kind.corrects}
-    unit = gpu.choose_chunks(kind.shape, **sizes, chip=chip, interpret=True)
+    unit = gpu.choose_chunks(kind.shape, **sizes, chip=chip, interpret=INTERPRETED)
     assert unit is not None
     plan = gpu.plan_chunks(rows, 16, rows.query_lens() > gpu.FEW_TOKENS)
     rest = rest[: len(plan.visits)]

@@ -19,6 +19,7 @@ from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
 from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, twice
+from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
 # An idle multiprocessor costs the interpreter as much as a busy one.
@@ -80,7 +81,7 @@ def test_equals_float64(way: Way) -> None:
         dtype=jnp.dtype(jnp.float32),
         tiles=way.tiles,
         chip=chip,
-        interpret=True,
+        interpret=INTERPRETED,
     )
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     zeros = None if stored.zeros is None else jnp.asarray(stored.zeros)

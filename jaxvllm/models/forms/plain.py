@@ -56,7 +56,19 @@ def xla_product(
     flat = matrix if is_slice else matrix.reshape(-1, size)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     wanted = dtype if scales is None else jnp.int32 if is_integer else jnp.float32
-    y = jax.lax.dot_general(x, flat, (((1,), (flat.ndim - 1,)), ((), ())), preferred_element_type=wanted)
+
+    def multiply(x: jax.Array, flat: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, flat, (((1,), (flat.ndim - 1,)), ((), ())), preferred_element_type=wanted)
+
+    def multiply_two(x: jax.Array, flat: jax.Array) -> jax.Array:
+        return multiply(jnp.concatenate([x, x]), flat)[:1]
+
+    # XLA:GPU multiplies one row to a wider result by a product of vectors in float32, for which it converts the whole
+    # matrix: the head of Qwen3-0.6B took 507 us of an H100 in each step, where 64 rows take 140.
+    if len(x) == 1 and wanted is not None and jnp.dtype(wanted).itemsize > x.dtype.itemsize:
+        y = jax.lax.platform_dependent(x, flat, cuda=multiply_two, default=multiply)
+    else:
+        y = multiply(x, flat)
     if scales is not None:
         # A part of the matmul: 2,048 rows of an FFN of 28,672 in float32 would be 235 MB.
         y = y.astype(jnp.float32) * scales.reshape(flat.shape[:-1])

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.channel_tokens import ChannelTokens, WindowTokens
 from pallas_kernels.linear_attention.tpu.blocks import StateBlocks, channel_blocks, delta_blocks, scan_blocks
 from pallas_kernels.linear_attention.tpu.channel_scan import channel_chunks, channel_singles
 from pallas_kernels.linear_attention.tpu.delta_chunk import take_chunks
 from pallas_kernels.linear_attention.tpu.delta_single import take_singles
 from pallas_kernels.linear_attention.tpu.scan_chunk import scan_chunks
 from pallas_kernels.linear_attention.tpu.scan_single import scan_singles
-from pallas_kernels.linear_attention.tpu.tokens import ChannelTokens, DeltaTokens, ScanShape, ScanTokens, WindowTokens
+from pallas_kernels.linear_attention.tpu.tokens import DeltaTokens, ScanShape, ScanTokens
 from pallas_kernels.linear_attention.tpu.window import window_chunks, window_singles
 from pallas_kernels.linear_attention.visits import Visits
 

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.channel_tokens import ChannelTokens
 from pallas_kernels.linear_attention.tpu.blocks import StateBlocks
 from pallas_kernels.linear_attention.tpu.calls import call_chunks, call_singles
-from pallas_kernels.linear_attention.tpu.tokens import LANES, ChannelTokens
+from pallas_kernels.linear_attention.tpu.tokens import LANES
 from pallas_kernels.linear_attention.visits import ChunkVisits, SingleVisits
 
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.linear_attention.channel_tokens import WindowTokens
 from pallas_kernels.linear_attention.tpu.blocks import StateBlocks
 from pallas_kernels.linear_attention.tpu.calls import call_chunks, call_singles
 from pallas_kernels.linear_attention.tpu.tile import convolved
-from pallas_kernels.linear_attention.tpu.tokens import LANES, WindowTokens
+from pallas_kernels.linear_attention.tpu.tokens import LANES
 from pallas_kernels.linear_attention.visits import ChunkVisits, SingleVisits
 
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,6 +17,7 @@ from pallas_kernels.ragged_paged_attention.gpu.tile import (
     MASKED,
     AttentionBuild,
     Softmax,
+    Where,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan, LatentPlan
 
@@ -32,7 +32,7 @@ type _Joined = tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]
 def combine(
     partials: Partials,
     plan: DecodePlan,
-    where: jax.Array,
+    where: Where,
     sinks: jax.Array | None,
     out: jax.Ref,
     attention: AttentionBuild,
@@ -41,21 +41,22 @@ def combine(
 ) -> None:
     """Writes the rows' outputs into out f[T, K, G or more, D], zeros where a row has no KV. sinks f32[H] or None.
 
-    where i32[2]: layer and window. The heads after the first G hold arbitrary values afterwards.
+    The heads after the first G hold arbitrary values afterwards.
     """
     num_heads, group, out_heads = attention.num_kv_heads, attention.group, out.shape[2]
-    first_peaks = np.full((num_heads, group), MASKED, np.float32) if sinks is None else sinks.reshape(num_heads, group)
+    # Without sinks no code reads their operand: see `slopes_of`.
+    first_peaks = where.layer if sinks is None else sinks.reshape(num_heads, group)
     shape = (out_heads, attention.head_size)
     elements = out_heads * attention.head_size // WARPGROUP_THREADS
     layout = plgpu.Layout.WG_STRIDED(shape, next(size for size in (4, 2, 1) if elements % size == 0))
 
-    def kernel(values: Ref, peaks: Ref, rows: Ref, line: Ref, where: Ref, first_peaks: Ref, out: Ref) -> None:
+    def kernel(values: Ref, peaks: Ref, rows: Ref, line: Ref, window: Ref, first_peaks: Ref, out: Ref) -> None:
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        share, window = line[0], where[1]
+        share = line[0]
         before, kv_len, num_queries, token = (rows[row, i] for i in range(4))
         blocks = lax.div(kv_len + (attention.block - 1), attention.block)
         first = before * num_heads + head * blocks
-        seen = jnp.maximum(kv_len - num_queries - window + 1, 0)
+        seen = jnp.maximum(kv_len - num_queries - window[0] + 1, 0)
         begin = lax.div(first + lax.div(seen, attention.block), share)
         end = jnp.where(blocks > 0, lax.div(first + blocks - 1, share) + 1, begin)
         head_of = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
@@ -80,8 +81,11 @@ def combine(
                 part = plgpu.load(values.at[slot * queries + query], layout=layout)
                 return joined * spread(decay) + part * spread(weight), top, total
 
-            highest = tuple(first_peaks[head, g] * LOG2E for g in range(group))
-            total = (jnp.float32(0.0 if sinks is None else 1.0),) * group
+            if sinks is None:
+                highest, total = (jnp.float32(MASKED),) * group, (jnp.float32(0),) * group
+            else:
+                highest = tuple(first_peaks[head, g] * LOG2E for g in range(group))
+                total = (jnp.float32(1),) * group
             start = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
             joined, _, total = lax.fori_loop(begin, end, add, (start, highest, total))
             inverse = tuple(1.0 / jnp.maximum(t, 1e-30) for t in total)
@@ -93,7 +97,7 @@ def combine(
         grid_names=("row", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpretation(attention.interpret),
-    )(*partials, plan.rows, plan.line, where, first_peaks, out)
+    )(*partials, plan.rows, plan.line, where.window, first_peaks, out)
 
 
 def join_pieces(pieces: jax.Ref, peaks: jax.Ref, plan: LatentPlan, out: jax.Ref, attention: AttentionBuild) -> None:

@@ -34,6 +34,7 @@ from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, mat
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
+    Where,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 
@@ -82,7 +83,7 @@ def decode(
     kv: jax.Array,
     table: jax.Array,
     plan: DecodePlan,
-    where: jax.Array,
+    where: Where,
     slopes: jax.Array | None,
     attention: AttentionBuild,
     *,
@@ -91,7 +92,7 @@ def decode(
 ) -> Partials:
     """Attends with q f[T, K, G, D] to kv f[L * P * K, S, 2 * D], piece by piece.
 
-    where i32[2]: layer and window. slopes f32[H] or None. A row of the plan has at most `queries` queries. The values
+    slopes f32[H] or None. A row of the plan has at most `queries` queries. The values
     have `out_heads` >= G heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
     """
     num_heads, pipes = attention.num_kv_heads, attention.warpgroups
@@ -104,14 +105,15 @@ def decode(
         rows: Ref,
         starts: Ref,
         line: Ref,
-        where: Ref,
+        layer: Ref,
+        window: Ref,
         slope_rows: Ref,
         values: Ref,
         peaks: Ref,
         **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        window = where[1]
+        own_window = window[0]
 
         def walk[C](pipe: jax.Array, visit: Callable[[_Piece, C], C], carry: C) -> C:
             """Visits the pieces of a pipe that any query sees."""
@@ -127,7 +129,7 @@ def decode(
                 head = lax.div(local, jnp.maximum(blocks, 1))
                 first = local - head * blocks
                 end = jnp.minimum(blocks, first + stop - at)
-                seen = jnp.maximum(kv_len - num_queries - window + 1, 0)
+                seen = jnp.maximum(kv_len - num_queries - own_window + 1, 0)
                 begin = jnp.maximum(first, lax.div(seen, attention.block))
                 slot = row * num_heads + head + number
                 piece = _Piece(row, head, begin, end, kv_len, num_queries, token, seen, slot)
@@ -140,11 +142,11 @@ def decode(
         @pl.when(thread < pipes)
         def _compute() -> None:
             plgpu.set_max_registers(216, action="increase")
-            _consume(thread, walk, attention, queries, window, slope_rows, values, peaks, memory)
+            _consume(thread, walk, attention, queries, own_window, slope_rows, values, peaks, memory)
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(warp: jax.Array) -> None:
-            _produce(warp, walk, attention, queries, where[0], q, kv, table, memory)
+            _produce(warp, walk, attention, queries, layer[0], q, kv, table, memory)
 
         fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=64)
 
@@ -165,7 +167,7 @@ def decode(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention.interpret),
-    )(q, kv, table, plan.rows, plan.pipes, plan.line, where, attention.slopes_of(slopes))
+    )(q, kv, table, plan.rows, plan.pipes, plan.line, *where, attention.slopes_of(slopes, where))
     return Partials(*out)
 
 

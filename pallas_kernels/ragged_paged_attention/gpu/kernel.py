@@ -28,9 +28,7 @@ from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS,
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
 from pallas_kernels.ragged_paged_attention.gpu.latent import attend_latents, latent_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
-from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    AttentionBuild,
-)
+from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Where
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
     LEAST_BLOCKS,
     DecodePlan,
@@ -131,7 +129,7 @@ def attend(
     else:
         _check_plan(plan, rows, q, kv_pages, chip, latent_size)
     num_tokens, num_heads, head_size = q.shape
-    where = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
+    where = Where.of(layer, window)
     if isinstance(plan, LatentPlan):
         assert latent_size is not None
         _refuse("latents with sinks or slopes" if sinks is not None or slopes is not None else None)

@@ -40,6 +40,7 @@ from pallas_kernels.ragged_paged_attention.gpu.matrix import load_converted, mma
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
+    Where,
     scaled_rows,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import LatentPlan
@@ -86,11 +87,11 @@ def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
 
 
 def attend_latents(
-    q: jax.Array, kv: jax.Array, table: jax.Array, plan: LatentPlan, where: jax.Array, attention: AttentionBuild
+    q: jax.Array, kv: jax.Array, table: jax.Array, plan: LatentPlan, where: Where, attention: AttentionBuild
 ) -> jax.Array:
     """Attends with q f[T, groups of heads, G, D] to kv f[L * P, S, D], whose last numbers are values: [T, .., G, V].
 
-    where i32[2]: layer and window. G is a multiple of 8, the rows of a swizzle. Padding gets zeros.
+    G is a multiple of 8, the rows of a swizzle. Padding gets zeros.
     """
     num_tokens, num_groups, group, head_size = q.shape
     value_size, shares, pipes = HALVES * attention.value_size, plan.shares, len(plan.shares.pipes)
@@ -111,7 +112,8 @@ def attend_latents(
         table_rows: Ref,
         starts: Ref,
         line: Ref,
-        where: Ref,
+        layer: Ref,
+        window: Ref,
         out: Ref,
         pieces: Ref,
         peaks: Ref,
@@ -148,12 +150,12 @@ def attend_latents(
                 plgpu.barrier_arrive(memory["q_free"])
                 if attention.converts:
                     plgpu.barrier_arrive(memory["converted_free"])
-                consume(walk, attention, where[1], out, pieces, peaks, memory)
+                consume(walk, attention, window[0], out, pieces, peaks, memory)
                 if attention.converts:
                     plgpu.barrier_wait(memory["converted_free"])
                 plgpu.wait_smem_to_gmem(0)
 
-        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, where[0], q, kv, table, memory))
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -164,7 +166,7 @@ def attend_latents(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention.interpret),
-    )(q_rows, kv, table, shares.rows, plan.table_rows, shares.pipes, shares.line, where, out, pieces, peaks)
+    )(q_rows, kv, table, shares.rows, plan.table_rows, shares.pipes, shares.line, *where, out, pieces, peaks)
     join_pieces(pieces, peaks, plan, out, attention)
     return jax.freeze(out).reshape(num_tokens, num_groups, group, value_size)
 

@@ -33,9 +33,9 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
-    MASKED,
     AttentionBuild,
     Softmax,
+    Where,
 )
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import PrefillPlan
 
@@ -76,7 +76,7 @@ def prefill(
     kv: jax.Array,
     table: jax.Array,
     plan: PrefillPlan,
-    where: jax.Array,
+    where: Where,
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     out: jax.Ref,
@@ -86,13 +86,14 @@ def prefill(
 ) -> None:
     """Writes the planned tiles' attention, of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], into out f[T, K, G, D].
 
-    A tile of a row without KV is written as zeros. where i32[2]: layer and window. sinks and slopes f32[H] or None. out
-    may have more than G heads for each KV head.
+    A tile of a row without KV is written as zeros. sinks and slopes f32[H] or None. out may have more than G heads for
+    each KV head.
     """
     num_heads = attention.num_kv_heads
     assert attention.warpgroups == HALVES
     ctas = min(chip.num_sms, len(plan.tiles) * num_heads)
-    sink_rows = attention.rows_of(jnp.full(num_heads * attention.group, MASKED) if sinks is None else sinks)
+    # Without sinks no code reads their operand: see `slopes_of`.
+    sink_rows = None if sinks is None else attention.rows_of(sinks)
 
     def kernel(
         q: Ref,
@@ -100,14 +101,15 @@ def prefill(
         table: Ref,
         tiles: Ref,
         num_tiles: Ref,
-        where: Ref,
+        layer: Ref,
+        window: Ref,
         sink_rows: Ref,
         slope_rows: Ref,
         out: Ref,
         **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        window = where[1]
+        own_window = window[0]
 
         def walk[C](visit: Callable[[_Unit, C], C], carry: C) -> C:
             """Visits the CTA's units from left to right, then from right to left, so that long ones are spread."""
@@ -120,7 +122,7 @@ def prefill(
                 def visit_unit(carry: C) -> C:
                     tile, head = lax.div(number, num_heads), lax.rem(number, num_heads)
                     row, token, num_queries, position, kv_len = (tiles[tile, i] for i in range(5))
-                    seen = jnp.maximum(position - window + 1, 0)
+                    seen = jnp.maximum(position - own_window + 1, 0)
                     begin = lax.div(seen, attention.block)
                     end = lax.div(position + num_queries + (attention.block - 1), attention.block)
                     return visit(_Unit(row, head, token, num_queries, position, kv_len, seen, begin, end), carry)
@@ -132,10 +134,11 @@ def prefill(
         @pl.when(thread < HALVES)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            _consume(thread, walk, attention, window, sink_rows, slope_rows, out, memory)
+            of_sinks = None if sinks is None else sink_rows
+            _consume(thread, walk, attention, own_window, of_sinks, slope_rows, out, memory)
             plgpu.wait_smem_to_gmem(0)
 
-        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, where[0], q, kv, table, memory))
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -146,7 +149,17 @@ def prefill(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention.interpret),
-    )(q, kv, table, plan.tiles, plan.num_tiles, where, sink_rows, attention.slopes_of(slopes), out)
+    )(
+        q,
+        kv,
+        table,
+        plan.tiles,
+        plan.num_tiles,
+        *where,
+        where.layer if sink_rows is None else sink_rows,
+        attention.slopes_of(slopes, where),
+        out,
+    )
 
 
 def _produce(
@@ -188,7 +201,7 @@ def _consume(
     walk: _Walk,
     attention: AttentionBuild,
     window: jax.Array,
-    sink_rows: Ref,
+    sink_rows: Ref | None,
     slope_rows: Ref,
     out: Ref,
     memory: dict[str, Ref],
@@ -246,8 +259,10 @@ def _consume(
         start = (done, attention.start())
         done, (summed, peak, total) = lax.fori_loop(unit.begin, unit.end, fold_block, start)
         pl.when(half == 0)(take_turns)
-        sink = plgpu.load(sink_rows.at[unit.head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        inverse = 1.0 / jnp.maximum(total + jnp.exp2(sink - peak), 1e-30)
+        if sink_rows is not None:
+            sink = plgpu.load(sink_rows.at[unit.head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+            total = total + jnp.exp2(sink - peak)
+        inverse = 1.0 / jnp.maximum(total, 1e-30)
         for column in range(0, attention.head_size, LANES):
             part = summed[:, column : column + LANES]
             part = part * lax.broadcast_in_dim(inverse, part.shape, [0])
