@@ -177,10 +177,6 @@ class EngineConfig:
                 raise ValueError("eplb_config says how experts move, and enable_eplb is off: set it, or leave this out")
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError("enable_eplb moves whole experts between devices: set enable_expert_parallel, too")
-        if self.counts_loads and self.has_others:
-            raise NotImplementedError(
-                "enable_eplb and count_expert_loads are for an engine of one process: leave them out"
-            )
         check_ranges(self, written_as_flags=False)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,20 @@ import jax.numpy as jnp
 from sharding.rules import DATA, MODEL, STAGE
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["trees"], meta_fields=[])
+@dataclass(frozen=True)
+class EachReplica:
+    """A tree of arrays of each of several replicas. Every device of their mesh has all of them."""
+
+    trees: tuple[Any, ...]
+
+
 @dataclass(frozen=True)
 class ReplicaAxis:
     """The mesh axis of the replicas that share experts, inside `jax.shard_map`. With size 1 nothing is sent.
 
-    Devices that have the same place in their replicas send each other tokens, and nothing else.
+    Devices that have the same place in their replicas send each other tokens, and results where one process reads those
+    of other processes' devices.
     """
 
     size: int = 1
@@ -37,6 +48,11 @@ class ReplicaAxis:
     def max(self, x: jax.Array) -> jax.Array:
         """Returns the maximum over replicas on each of them, by an all-reduce."""
         return x if self.size == 1 else jax.lax.pmax(x, DATA)
+
+    def each(self, tree: Any) -> EachReplica:
+        """Returns the `tree` of each replica on all of them, by an all-gather of each array."""
+        gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, DATA), tree)
+        return EachReplica(tuple(jax.tree.map(itemgetter(index), gathered) for index in range(self.size)))
 
     def own(self, x: jax.Array) -> jax.Array:
         """Returns this replica's rows [T, ..] of x [size * T, ..], which every replica has."""

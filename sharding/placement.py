@@ -15,6 +15,8 @@ Place = Callable[[tuple[str | None, ...]], NamedSharding]
 
 # An array that has a part for each replica of a mesh, which all devices of the replica have whole.
 OF_REPLICAS = PartitionSpec(DATA)
+# An array that all devices of a mesh have whole.
+EVERYWHERE = PartitionSpec()
 _AXES = (DATA, STAGE, MODEL)
 # The axes are Auto and not Explicit: arrays outside the step's shard_map carry their sharding, so types need not.
 _TYPES = (AxisType.Auto,) * len(_AXES)
@@ -55,6 +57,11 @@ def replica_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
 def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Returns the mesh of each of the P stages of a PxDxM mesh. It has no other stage."""
     return tuple(Mesh(mesh.devices[:, i : i + 1], mesh.axis_names) for i in range(mesh.shape[STAGE]))
+
+
+def spans_processes(mesh: Mesh) -> bool:
+    """Returns whether several processes have devices of `mesh`."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def mesh_of(device: jax.Device) -> Mesh:

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         engine, server, parallel = _configs(args)
         if engine.process_id:
-            return _follow(engine)
+            return _follow(parallel.in_one_engine(engine))
         set_up_logs()
         if parallel.headless:
             from jaxvllm.worker.node import run_node

@@ -113,9 +113,11 @@ def build(
     with clock.phase("devices"):
         devices = jax.devices()
     if hosts.count > 1 and config.mesh_shape.num_devices < len(devices):
+        each = len(devices) // hosts.count
         raise ValueError(
             f"mesh {config.mesh} leaves devices of {hosts.count} processes idle: use 1x{len(devices)}, or "
-            f"{hosts.count}x1x{len(devices) // hosts.count} with as many stages as processes"
+            f"{hosts.count}x1x{each} with as many stages as processes, or {hosts.count}x{each} with "
+            "enable_expert_parallel, for replicas that share experts"
         )
     if config.kv_transfer is not None and config.kv_transfer.stays_on_devices and config.mesh_shape.data > 1:
         raise ValueError(

@@ -17,8 +17,9 @@ from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.multihost.link import say
 from sharding.hosts import ALONE, Hosts, join
 
-# Options that may differ between the processes: they say which process this is, and where it keeps its files.
-_OWN = ("multihost", "coordinator", "num_processes", "process_id", "compilation_cache")
+# Options that may differ between the processes: they say which process this is, where it keeps its files, and how often
+# process 0 answers, which in `serve` depends on the cores of its host.
+_OWN = ("multihost", "coordinator", "num_processes", "process_id", "compilation_cache", "max_outputs_per_second")
 
 
 def follow(model: str = "demo", **options: Any) -> bool:
@@ -75,10 +76,10 @@ def _hosts(config: EngineConfig) -> Hosts:
     if not config.has_others:
         return ALONE
     shape = config.mesh_shape
-    if shape.data > 1:
+    if shape.data > 1 and not config.shares_experts:
         raise NotImplementedError(
-            f"mesh {shape} has {shape.data} replicas, and several processes can share only one: use "
-            f"{replace(shape, data=1)} and start as many groups of processes"
+            f"mesh {shape} has {shape.data} replicas, and several processes share one, or replicas that share experts: "
+            f"use {replace(shape, data=1)} and start as many groups of processes, or enable_expert_parallel"
         )
     return join(config.coordinator, config.num_processes, config.process_id)
 

@@ -118,7 +118,8 @@ def assemble(
     def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
         if decl.storage != "slots":
             return parts(name, decl, layer)
-        return iter([jax.device_put(first_slots(*decl.shape), sharding_of(decl))])
+        # Not `device_put`, for which processes would wait for each other.
+        return iter([jax.make_array_from_callback(decl.shape, sharding_of(decl), first_slots(*decl.shape).__getitem__)])
 
     def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
         def kept(part: jax.Array | Matrix) -> Any:

@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.core.expert_placement import NOTHING, Ints, SlotChange, exchanges, experts_in, slots_of
-from jaxvllm.models.experts import SLOTS, ExpertsFfn
+from jaxvllm.models.experts import SLOTS, ExpertsFfn, first_slots
 from jaxvllm.models.params import LayerStack, Params, declare_layer, layer_stacks, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.recipe import Recipe
 from sharding.axis import ModelAxis, ReplicaAxis, StageAxis
+from sharding.placement import EVERYWHERE
 from sharding.rules import DATA, MODEL, STAGE
 
 # Changes that one call of the program makes: each is a turn of a loop, so that the calls are few.
@@ -30,7 +31,7 @@ class ExpertSlots:
     """Knows the expert in each slot of each layer, and moves them. Parameters are the caller's, who passes them in."""
 
     def __init__(self, spread: Spread, params: Params, mesh: Mesh, make_program: Callable[[Recipe], Any]):
-        """Compiles the program for each kind of layer. `params` are those of `spread.whole` on `mesh`."""
+        """Compiles the program for each kind of layer. `params` are those of `spread.whole` on `mesh`, as loaded."""
         ffns = {number: layer.ffn for number, layer in enumerate(spread.whole.layers)}
         self.ffns: Mapping[int, ExpertsFfn] = {
             number: ffn for number, ffn in ffns.items() if isinstance(ffn, ExpertsFfn) and ffn.has_slots
@@ -39,15 +40,17 @@ class ExpertSlots:
         self.num_devices = mesh.shape[DATA] * mesh.shape[MODEL]  # that have slots: those of all replicas of the mesh
         self.held: dict[int, Ints] = {}  # the expert in each slot of each layer, i32[slots]
         self._spread, self._whole = spread, spread.whole
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self.read(params)
+        self._everywhere = NamedSharding(mesh, EVERYWHERE)
+        for number, ffn in self.ffns.items():  # not read: devices of another process may have the arrays of a stage
+            assert ffn.most_copies is not None, "the layer has slots"
+            self.held[number] = experts_in(first_slots(ffn.router.num_experts, ffn.most_copies), ffn.num_slots)
         self._programs: dict[ExpertsFfn, Any] = {}
         for number, ffn in self.ffns.items():
             if ffn not in self._programs:
                 self._programs[ffn] = make_program(self._recipe(params, number, mesh))
 
     def read(self, params: Params) -> None:
-        """Reads from parameters which expert is in which slot."""
+        """Reads from parameters which expert is in which slot. All devices must be those of this process."""
         for number, ffn in self.ffns.items():
             key, place = self._where(params, number)[SLOTS]
             table = np.asarray(_layers(params, number)[key])
@@ -69,7 +72,9 @@ class ExpertSlots:
         self.held[number] = wanted
         changed = {where[name][0]: array for name, array in zip(names, arrays, strict=True)}
         key, place = where[SLOTS]
-        changed[key] = jax.device_put(self._table(number, key, place, layers[key].shape), layers[key].sharding)
+        # Not `device_put`, which has processes compare the arrays that they give.
+        table, like = self._table(number, key, place, layers[key].shape), layers[key]
+        changed[key] = jax.make_array_from_callback(like.shape, like.sharding, table.__getitem__)
         return _with_layer(params, number, layers | changed)
 
     def _table(self, number: int, key: str, place: int | None, shape: tuple[int, ...]) -> Ints:

@@ -64,9 +64,9 @@ class Lockstep:
             bucket = self.devices.programs.choose(*given.values())
             packed = np.concatenate([pack(plan or self._no_plan, bucket, self.devices.sizes) for plan in plans])
             if bucket.is_decode:
-                steps |= self._in_flight(given, bucket, self.devices.make(Step(bucket, packed)))
+                steps |= self._in_flight(given, bucket, self.devices.call(Step(bucket, packed)))
             else:
-                self.devices.make(Forward(bucket, packed))
+                self.devices.call(Forward(bucket, packed))
                 self._to_sample = set(given)
                 steps |= {index: HeldStep(plan, bucket) for index, plan in given.items() if plan.is_masked}
                 steps |= self.sample({index: plan for index, plan in given.items() if not plan.is_masked}, bucket)
@@ -83,11 +83,11 @@ class Lockstep:
             }
             for words in zip_longest(*wanted.values()):
                 of_replicas = dict(zip(wanted, words, strict=True))
-                self.devices.make(Read(bucket, _joined([of_replicas.get(index) for index in range(count)]), number))
+                self.devices.call(Read(bucket, _joined([of_replicas.get(index) for index in range(count)]), number))
         turns = np.array([index in plans for index in range(count)], np.int32)
         self._to_sample -= plans.keys()
         call = SampleSome(bucket, turns, is_last=not self._to_sample)
-        return self._in_flight(plans, bucket, self.devices.make(call))
+        return self._in_flight(plans, bucket, self.devices.call(call))
 
     def change(self, call: Call, index: int) -> None:
         """Makes a call that changes the slots of one replica."""
@@ -95,7 +95,7 @@ class Lockstep:
             case Admit() | AdmitRare() | Recall() | Recount() | FillSideRows() | Mask() | ForkSlots():
                 parts = [self.devices.unchanging[type(call)]] * len(self.replicas)
                 parts[index] = call.packed
-                self.devices.make(replace(call, packed=np.concatenate(parts)))
+                self.devices.call(replace(call, packed=np.concatenate(parts)))
             case _:
                 raise AssertionError(f"{call} is for all replicas together")
 
@@ -129,7 +129,7 @@ class LockstepReplica(PlanRunner):
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         return self._group.sample({self._index: plan}, bucket)[self._index]
 
-    def _call(self, call: Call) -> StepResult | None:
+    def call(self, call: Call) -> StepResult | None:
         self._group.change(call, self._index)
         return None
 

@@ -85,7 +85,7 @@ class PlanRunner(ABC):
     overhead: int  # what a step costs beside its tokens, in tokens
 
     @abstractmethod
-    def _call(self, call: Call) -> StepResult | None:
+    def call(self, call: Call) -> StepResult | None:
         """Makes `call` on the devices of the replica; a step has a result."""
 
     @abstractmethod
@@ -116,25 +116,25 @@ class PlanRunner(ABC):
         bucket = self.programs.choose(plan)
         packed = pack(plan, bucket, self.sizes)
         if not plan.is_split:
-            return self.in_flight(plan, bucket, self._call(Step(bucket, packed)))
-        self._call(Forward(bucket, packed))
+            return self.in_flight(plan, bucket, self.call(Step(bucket, packed)))
+        self.call(Forward(bucket, packed))
         return HeldStep(plan, bucket) if plan.is_masked else self._sample(plan, bucket)
 
     def bring_in(self, of_step: Sequence[Admission]) -> None:
         """Tells the devices of requests that get a slot in a step which is not dispatched yet."""
         for admissions in batched(of_step, ADMISSION_BATCH):
-            self._call(Admit(pack_admissions(admissions, self.sizes)))
+            self.call(Admit(pack_admissions(admissions, self.sizes)))
             for admission in admissions:
                 if (rare := pack_rare(admission, self.sizes)) is not None:
-                    self._call(AdmitRare(rare))
+                    self.call(AdmitRare(rare))
                 for packed in pack_recalls(admission):
-                    self._call(Recall(packed))
+                    self.call(Recall(packed))
                 for packed in pack_recounts(admission):
-                    self._call(Recount(packed))
+                    self.call(Recount(packed))
                 for filled in admission.side_rows:
                     assert self.side is not None, "there is no side store"
                     for packed in self.side.pack(filled):
-                        self._call(FillSideRows(packed))
+                        self.call(FillSideRows(packed))
 
     @property
     def mask_words(self) -> int:
@@ -144,7 +144,7 @@ class PlanRunner(ABC):
     def supply(self, held: HeldStep, masks: Iterable[tuple[int, NDArray[np.int32]]]) -> InFlight:
         """Starts the half of the step that was held back, which samples under the masks of these slots."""
         for rows in batched(masks, MASK_BATCH):
-            self._call(Mask(pack_masks(rows, self.sizes)))
+            self.call(Mask(pack_masks(rows, self.sizes)))
         return self._sample(held.plan, held.bucket)
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
@@ -152,13 +152,13 @@ class PlanRunner(ABC):
         for number, readout in enumerate(DEVICE_READOUTS):
             if readout.name in plan.readouts:
                 for words in readout.calls(plan, bucket):
-                    self._call(Read(bucket, words, number))
-        return self.in_flight(plan, bucket, self._call(SampleRows(bucket)))
+                    self.call(Read(bucket, words, number))
+        return self.in_flight(plan, bucket, self.call(SampleRows(bucket)))
 
     def fork(self, forks: Iterable[Fork]) -> None:
         """Does `forks` after all steps that were dispatched. Several of one beam search have distinct slots."""
         for some in batched(forks, FORK_BATCH):
-            self._call(ForkSlots(pack_forks(some, self.sizes)))
+            self.call(ForkSlots(pack_forks(some, self.sizes)))
 
     def in_flight(self, plan: StepPlan, bucket: Bucket, result: StepResult | None) -> InFlight:
         """Returns the step under way whose `result` is to come, and begins to bring its tokens to the host."""

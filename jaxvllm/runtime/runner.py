@@ -19,7 +19,7 @@ from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
-from jaxvllm.runtime.expert_loads import EXPERT_LOADS, take_loads
+from jaxvllm.runtime.expert_loads import take_loads
 from jaxvllm.runtime.expert_slots import ExpertSlots
 from jaxvllm.runtime.forks import pack_forks
 from jaxvllm.runtime.memory import MemoryUse
@@ -32,6 +32,7 @@ from jaxvllm.runtime.multihost.calls import (
     ForkSlots,
     Forward,
     Mask,
+    PlaceExperts,
     Read,
     Recall,
     Recount,
@@ -39,6 +40,7 @@ from jaxvllm.runtime.multihost.calls import (
     SampleRows,
     SampleSome,
     Step,
+    TakeLoads,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, PageCopier
@@ -64,7 +66,8 @@ from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.runtime.token_mask import pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
-from sharding.placement import OF_REPLICAS, of_replicas
+from sharding.axis import EachReplica
+from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas
 from sharding.rules import DATA
 
 
@@ -116,6 +119,7 @@ class Runner(PlanRunner):
         self._kv_pages: KVCachePages
         self._state: DeviceState
         self._forwarded: Forwarded | None = None  # of a step whose second half is held back
+        self._loads: jax.Array | None = None  # of experts, that were taken last
         self.make(Reset())
 
         def compile_update(update: Callable[..., DeviceState], kind: type[Call]) -> Callable[..., DeviceState]:
@@ -149,7 +153,8 @@ class Runner(PlanRunner):
         loads = shape.loads(spec)
         self.load_shape = None if loads is None else (loads.num_layers, loads.num_experts)
         if loads is not None:
-            where = jax.tree.map(lambda x: x.sharding, (state, state[EXPERT_LOADS]))
+            # The process that places experts need not have devices of all replicas.
+            where = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, EVERYWHERE)
             self._take_loads = make_program(Recipe(take_loads, (state,), mesh, donates=(0,), out_shardings=where))
         rarely: list[Callable[[], object]] = [
             self._admit_rare,
@@ -171,12 +176,16 @@ class Runner(PlanRunner):
     def part(self, result: StepResult, replica: int) -> StepResult:
         """Returns the part of the result that one of several replicas has, as if it had computed alone."""
         first = replica * self._replica_devices
-        part: StepResult = jax.tree.map(lambda x: x.addressable_data(first), result)
+
+        def of_replica(value: Any) -> Any:
+            return value.trees[replica] if isinstance(value, EachReplica) else value.addressable_data(first)
+
+        part: StepResult = jax.tree.map(of_replica, result, is_leaf=lambda value: isinstance(value, EachReplica))
         return part
 
     def reset(self) -> None:
         """Makes pages and state as new. A step that broke off may have taken (donated) the old ones along."""
-        self._call(Reset())
+        self.call(Reset())
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
         """Returns the KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
@@ -232,16 +241,17 @@ class Runner(PlanRunner):
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
         assert self.expert_slots is not None, "experts stay where they were loaded"
-        self._params = self.expert_slots.moved(self._params, layer, wanted)
+        self.call(PlaceExperts(wanted, layer))
 
     def take_expert_loads(self) -> jax.Array:
-        """Returns how many tokens have chosen each expert since the last call, u32[L, X], after all steps so far.
+        """Returns how many tokens have chosen each expert since the last call, u32[D * L, X], after all steps so far.
 
-        It returns at once.
+        The counts of D replicas of the mesh follow each other. It returns at once.
         """
-        self._state, loads = self._take_loads(self._state)
-        loads.copy_to_host_async()
-        return loads
+        self.call(TakeLoads())
+        assert self._loads is not None, "nothing is counted"
+        self._loads.copy_to_host_async()
+        return self._loads
 
     def memory_use(self) -> MemoryUse:
         """Returns what this runner takes of each device."""
@@ -256,7 +266,7 @@ class Runner(PlanRunner):
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory. Nothing may be dispatched afterwards."""
-        self._call(Close())
+        self.call(Close())
 
     def make(self, call: Call) -> StepResult | None:
         """Does `call` here, and only here; a step has a result. Whatever changes the devices is one of these calls."""
@@ -302,6 +312,11 @@ class Runner(PlanRunner):
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(self._params, self._state, left.unsampled, turns)
                 return StepResult(output, left.scores.best, left.reports)
+            case TakeLoads():
+                self._state, self._loads = self._take_loads(self._state)
+            case PlaceExperts(wanted, layer):
+                assert self.expert_slots is not None, "experts stay where they were loaded"
+                self._params = self.expert_slots.moved(self._params, layer, wanted)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -311,7 +326,8 @@ class Runner(PlanRunner):
                 self._params = self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]
         return None
 
-    def _call(self, call: Call) -> StepResult | None:
+    def call(self, call: Call) -> StepResult | None:
+        """Does what `PlanRunner.call` says, and lets the processes that follow this one do the same."""
         return self.make(call) if self._leader is None else self._leader.call(self.make, call)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES
 from jaxvllm.core.step_sizes import step_overhead
@@ -32,7 +32,7 @@ from jaxvllm.runtime.step import forward, sample_in_turn, sample_rows
 from jaxvllm.runtime.step_model import DeviceOutput, StepModel
 from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ModelAxis, ReplicaAxis, StageAxis
-from sharding.placement import OF_REPLICAS, of_replicas
+from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas, spans_processes
 from sharding.rules import DATA, MODEL, STAGE
 
 # For a program that touches no page.
@@ -83,7 +83,8 @@ class StepProgram:
 class StepCompiler:
     """Compiles the steps of one model over one KV cache; `params` and `kv` may be arrays or their abstract shapes.
 
-    `make` makes a program of its recipe.
+    `make` makes a program of its recipe. Where several processes have the devices of several replicas, a result that
+    the host reads is an `EachReplica`, because the process that plans all of them has not all of these devices.
     """
 
     params: Params
@@ -133,9 +134,11 @@ class StepCompiler:
             run = partial(run, proposer=self.proposer)
         packed = self.of_replicas((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
         arguments = (self.params, self.kv, self.state, packed)
-        outputs = (OF_REPLICAS,) * (2 if bucket.is_decode else 3)
+        stays: Any = OF_REPLICAS
+        read: Any = self._read_by_host
+        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays))
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
-        return self._make(run, arguments, (pages, *outputs), donates=(1, 2))
+        return self._make(run, arguments, (pages, stays, *outputs), donates=(1, 2))
 
     def _is_seen(self, bucket: Bucket) -> bool:
         """Returns whether the proposer sees the steps of a bucket without drafts."""
@@ -153,7 +156,7 @@ class StepCompiler:
         # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled. Only how many
         # rows are sampled at once depends on whether the device is a TPU.
         of_all = replace(self, shape=_NO_PAGES, backend=self.backend if self.backend.kind == "tpu" else REFERENCE)
-        return of_all._make(run, (*arguments, *turn), (OF_REPLICAS, OF_REPLICAS), donates=(1,))
+        return of_all._make(run, (*arguments, *turn), (OF_REPLICAS, self._read_by_host), donates=(1,))
 
     def compile_readouts(self) -> None:
         """Compiles the programs of readouts that requests are expected to want, for every bucket that was compiled."""
@@ -168,16 +171,21 @@ class StepCompiler:
         arguments = (self.kv, self.state, self.of_replicas(packed.shape, packed.dtype))
         return self.make(Recipe.changing(partial(fork_slots, sizes=sizes), arguments, self.mesh, count=2))
 
-    def compile_recipe(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs no model."""
-        return self.make(
-            Recipe(run, arguments, self.mesh, out_specs=OF_REPLICAS if self.mesh.shape[DATA] > 1 else None)
-        )
+    def compile_recipe(
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], is_read: bool = False
+    ) -> jax.stages.Compiled:
+        """Compiles `run`, which needs no model. `is_read`: whether the host reads the result."""
+        if self.mesh.shape[DATA] == 1:
+            return self.make(Recipe(run, arguments, self.mesh))
+        return self._make_recipe(run, arguments, self._read_by_host if is_read else OF_REPLICAS)
 
     def compile_shared(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once."""
+        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once.
+
+        The host reads the result.
+        """
         if run.__name__ not in self._shared:
-            self._shared[run.__name__] = self._make(run, arguments, OF_REPLICAS, donates=())
+            self._shared[run.__name__] = self._make(run, arguments, self._read_by_host, donates=())
         return self._shared[run.__name__]
 
     def unsampled(self, num_rows: int) -> Unsampled:
@@ -198,8 +206,20 @@ class StepCompiler:
         pipeline = Pipeline.of(self.spec, stages, overhead, self.shape.page_size)
         shape = self.shape.of_programs(self.spec)
         model = StepModel(self.spec, shape, self.backend, axis, replicas, self.sampling, pipeline)
+        return self._make_recipe(partial(run, model=model), arguments, out_specs, donates)
+
+    def _make_recipe(
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...] = ()
+    ) -> jax.stages.Compiled:
+        if self._read_by_host == EVERYWHERE:
+            run = partial(run_for_all, run=run, specs=out_specs, replicas=ReplicaAxis(self.mesh.shape[DATA]))
         on_parts = out_specs if self.mesh.size > 1 else None
-        return self.make(Recipe(partial(run, model=model), arguments, self.mesh, donates, on_parts))
+        return self.make(Recipe(run, arguments, self.mesh, donates, on_parts))
+
+    @property
+    def _read_by_host(self) -> PartitionSpec:
+        """The devices on which results are that the host reads."""
+        return EVERYWHERE if self.mesh.shape[DATA] > 1 and spans_processes(self.mesh) else OF_REPLICAS
 
     @property
     def state(self) -> DeviceState:
@@ -209,3 +229,9 @@ class StepCompiler:
     def of_replicas(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Returns an array of which each replica has a part of this shape, which all of its devices have whole."""
         return of_replicas(self.mesh, shape, dtype)
+
+
+def run_for_all(*arguments: Any, run: Callable[..., Any], specs: Any, replicas: ReplicaAxis) -> Any:
+    """Returns what `run` does, but an `EachReplica` in place of each result whose spec is EVERYWHERE."""
+    results = run(*arguments)
+    return jax.tree.map(lambda spec, own: replicas.each(own) if spec == EVERYWHERE else own, specs, results)

@@ -1,6 +1,6 @@
 """`DataParallelConfig`: how many replicas of a model there are, and where their processes run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jaxvllm.config import EngineConfig
@@ -50,7 +50,11 @@ class DataParallelConfig:
             )
         return size
 
+    def in_one_engine(self, engine: EngineConfig) -> EngineConfig:
+        """Returns the config of one engine that has all replicas. Raises as `num_replicas` does."""
+        return replace(engine, mesh=str(replace(engine.mesh_shape, data=self.num_replicas(engine))))
+
     def shares_experts(self, engine: EngineConfig) -> bool:
-        """Returns whether replicas share experts, for which they are in one process. Raises as `num_replicas` does."""
+        """Returns whether replicas share experts, for which they are in one engine. Raises as `num_replicas` does."""
         is_one = self.data_parallel_backend in ("auto", "in-process")
         return is_one and engine.enable_expert_parallel and self.num_replicas(engine) > 1

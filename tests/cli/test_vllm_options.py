@@ -179,3 +179,12 @@ def test_python_takes_the_same_options(options, ours):
 def test_python_gets_the_same_advice(options, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         EngineConfig.from_options(**options)
+
+
+def test_a_node_that_follows_has_the_mesh_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[EngineConfig] = []
+    monkeypatch.setattr("jaxvllm.engine.multihost.follow_config", followed.append)
+    words = "-tp 8 -dp 2 --enable-expert-parallel --nnodes 2 --node-rank 1 --master-addr a --master-port 9"
+    assert serve.main(words.split()) == 0
+    [config] = followed
+    assert config.mesh == "2x8" and config.shares_experts

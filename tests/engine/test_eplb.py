@@ -141,8 +141,6 @@ def test_options_that_cannot_be(directory: Path, tmp_path: Path) -> None:
         EngineConfig(eplb_config="{}")
     with pytest.raises(ValueError, match="eplb_config num_redundant_experts must be .* from 0 to 65536, not -1"):
         EngineConfig(enable_expert_parallel=True, enable_eplb=True, eplb_config='{"num_redundant_experts": -1}')
-    with pytest.raises(NotImplementedError, match="are for an engine of one process"):
-        EngineConfig(count_expert_loads=True, num_processes=2, process_id=0, coordinator="localhost:1")
     options: dict[str, Any] = {"enable_expert_parallel": True, "enable_eplb": True}
     with pytest.raises(ValueError, match="6 experts and 3 redundant ones do not divide over 2 devices"):
         LLM(str(directory), mesh="1x2", eplb_config='{"num_redundant_experts": 3}', **options)

@@ -144,5 +144,5 @@ def test_replicas_that_share_experts_are_in_one_process() -> None:
     meshed = EngineConfig(mesh="2x2x2", enable_expert_parallel=True, kv_transfer_config=json.dumps(kept))
     apart = open_pool(meshed, DataParallelConfig(data_parallel_backend="mp")).engines
     assert [one.config.mesh for one in apart] == ["2x1x2"] * 2
-    with pytest.raises(NotImplementedError, match="replicas on several hosts cannot share experts"):
+    with pytest.raises(NotImplementedError, match="share experts in one engine: leave data_parallel_size_local out"):
         open_pool(sharing, replace(two, data_parallel_size_local=1))

@@ -1,6 +1,7 @@
 """The calls that change a device, as values that can be sent to another process."""
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -101,6 +102,19 @@ class ForkSlots:
 
 
 @dataclass(frozen=True)
+class TakeLoads:
+    """Begins to count anew how many tokens choose each expert."""
+
+
+@dataclass(frozen=True)
+class PlaceExperts:
+    """Moves the experts of a layer."""
+
+    packed: NDArray[np.int32]  # [slots]: the expert that each shall have
+    layer: int
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -128,6 +142,8 @@ type Call = (
     | SampleRows
     | SampleSome
     | ForkSlots
+    | TakeLoads
+    | PlaceExperts
     | Reset
     | Close
 )
@@ -153,7 +169,11 @@ _KINDS: tuple[type[Message], ...] = (
     SampleSome,
     ForkSlots,
     FillSideRows,
+    TakeLoads,
+    PlaceExperts,
 )
+# The field of the kind's own number.
+_OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
 _NO_WORDS = np.zeros(0, np.int32)
 
 
@@ -166,9 +186,8 @@ def to_bytes(message: Message) -> bytes:
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind)
     shape = words.shape if words.ndim == 2 else (0, 0)
-    own = 0
-    if isinstance(message, Read | SampleSome):
-        own = message.readout if isinstance(message, Read) else message.is_last
+    own_field = _OWN_FIELDS.get(type(message))
+    own = 0 if own_field is None else getattr(message, own_field)
     header = _HEADER.pack(_KINDS.index(type(message)), *sizes, own, *shape, words.size)
     return header + words.astype("<i4").tobytes()
 
@@ -196,8 +215,6 @@ def read_message(stream: BinaryIO) -> Message | None:
         arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind))
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
-    if _KINDS[kind] is Read:
-        arguments["readout"] = own
-    if _KINDS[kind] is SampleSome:
-        arguments["is_last"] = bool(own)
+    if (own_field := _OWN_FIELDS.get(_KINDS[kind])) is not None:
+        arguments[own_field] = own
     return _KINDS[kind](**arguments)

@@ -68,9 +68,9 @@ class PooledVectors:
     def compile(self, maker: ProgramMaker, bucket: Bucket) -> ReadProgram:
         counts, sums = maker.of_replicas((bucket.num_rows,), jnp.int32), maker.sampling.sums_prompts
         if sums:
-            compute = maker.compile_recipe(sum_vectors, (maker.hidden(bucket.num_tokens), counts))
+            compute = maker.compile_recipe(sum_vectors, (maker.hidden(bucket.num_tokens), counts), is_read=True)
         else:
-            compute = maker.compile_recipe(last_vectors, (maker.hidden(bucket.num_rows), counts))
+            compute = maker.compile_recipe(last_vectors, (maker.hidden(bucket.num_rows), counts), is_read=True)
         return _Program(compute, sums)
 
     def calls(self, plan: StepPlan, bucket: Bucket) -> Iterable[Ints]:

@@ -59,11 +59,16 @@ class ProgramMaker(Protocol):
     def unsampled(self, num_rows: int) -> Unsampled:
         """Returns the shapes of what a forward pass leaves of so many rows."""
 
-    def compile_recipe(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs no model."""
+    def compile_recipe(
+        self, run: Callable[..., Any], arguments: tuple[Any, ...], is_read: bool = False
+    ) -> jax.stages.Compiled:
+        """Compiles `run`, which needs no model. `is_read`: whether the host reads the result."""
 
     def compile_shared(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once."""
+        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once.
+
+        The host reads the result.
+        """
 
 
 class DeviceReadout(Protocol):

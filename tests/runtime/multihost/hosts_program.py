@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import jaxvllm
-from jaxvllm import LLM, RequestOutput, SamplingParams
-from tests.engine.tiny import one_program
+from jaxvllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from tests.engine.tiny import greedy_tokens, one_program
+from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.run_cache import run_cache
 
@@ -24,6 +25,16 @@ REQUESTS = (
     ("The opposite of late is early. The opposite of day is night. The opposite of up is", replace(SEEDED, seed=None)),
     ("Write the name", replace(GREEDY, logprobs=2, max_tokens=5)),
 )
+
+MESHES = {"complete in stages": "2x1x2", "share experts": "2x2"}
+EXPERTS = "qwen2_moe"  # the fixture whose experts are shared
+SHARED_EXPERTS: dict[str, Any] = {
+    "enable_prefix_caching": False,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 2, "step_interval": 6, "window_size": 4},
+    "speculation": False,
+}
 
 
 def options(mesh: str, **others: Any) -> dict[str, Any]:
@@ -62,6 +73,27 @@ def complete(llm: LLM) -> list[list[list[int]]]:
     return whole + tokens(left)
 
 
+def complete_with_experts(llm: LLM) -> dict[str, Any]:
+    """What two replicas answer that share experts, which move meanwhile. Process 0 has no device of the second one."""
+    fixture = Fixture.load(EXPERTS)
+    all_at_once = greedy_tokens(llm, fixture.prompts)
+    loads, num_placements = llm.expert_loads(), llm.engine.stats().num_expert_placements
+    alone = greedy_tokens(llm, fixture.prompts[:1])  # the other replica has nothing to do
+    chosen = {layer: int((of_layer - loads[layer]).sum()) for layer, of_layer in llm.expert_loads().items()}
+    again = greedy_tokens(llm, fixture.prompts)
+    twice = fixture.prompts[3:4] * 2  # each replica gets one of them
+    scored = llm.generate(twice, replace(GREEDY, logprobs=2, prompt_logprobs=2), use_tqdm=False)
+    return {
+        "greedy": [all_at_once, alone, again],
+        "chosen": list(chosen.values()),
+        "num_placements": llm.engine.stats().num_expert_placements - num_placements,
+        "num_outputs": [replica.num_output_tokens for replica in llm.engine.replicas],
+        "scores": [repr([one.prompt_logprobs, one.outputs[0].logprobs]) for one in scored],
+        "beams": [[beam.tokens for beam in one.sequences] for one in llm.beam_search(twice, BeamSearchParams(2, 4))],
+        "vectors": [one.outputs.embedding for one in llm.embed(twice, use_tqdm=False)],
+    }
+
+
 def interrupt(llm: LLM, seconds: float) -> bool:
     """Breaks a generation off after `seconds`, wherever it is; False when it was done by then."""
 
@@ -78,9 +110,11 @@ def interrupt(llm: LLM, seconds: float) -> bool:
     return False
 
 
-def main(scenario: str, index: int, coordinator: str) -> None:
-    mesh = "2x1x2" if scenario == "complete in stages" else "1x4"
-    mine = options(mesh, coordinator=coordinator, num_processes=2, process_id=index)
+def main(scenario: str, index: int, coordinator: str, model: str = "demo") -> None:
+    mesh = MESHES.get(scenario, "1x4")
+    mine = options(mesh, model=model, coordinator=coordinator, num_processes=2, process_id=index)
+    if scenario == "share experts":
+        mine |= SHARED_EXPERTS
     if scenario == "differ":
         mine["page_size"] = (16, 32)[index]
     if scenario == "lead twice":
@@ -92,6 +126,8 @@ def main(scenario: str, index: int, coordinator: str) -> None:
         first = complete(llm)
         broken_off = sum(interrupt(llm, 0.013 * count) for count in range(1, 6))
         print(json.dumps([first, broken_off, tokens(llm.generate([REQUESTS[0][0]], GREEDY, use_tqdm=False))]))
+    if scenario == "share experts":
+        print(json.dumps(complete_with_experts(llm)))
     while scenario == "endless":
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         print("alive", flush=True)
@@ -100,4 +136,4 @@ def main(scenario: str, index: int, coordinator: str) -> None:
 if __name__ == "__main__":
     few_programs = one_program(num_rows=4) if sys.argv[1] == "endless" else nullcontext()
     with quick_engines(), few_programs:
-        main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+        main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

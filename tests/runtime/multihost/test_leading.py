@@ -35,6 +35,7 @@ from jaxvllm.runtime.multihost.calls import (
     Forward,
     Mask,
     Message,
+    PlaceExperts,
     Read,
     Recall,
     Recount,
@@ -42,6 +43,7 @@ from jaxvllm.runtime.multihost.calls import (
     SampleRows,
     SampleSome,
     Step,
+    TakeLoads,
     read_message,
     to_bytes,
 )
@@ -70,10 +72,25 @@ CALLS: tuple[Call, ...] = (
     SampleSome(Bucket(16, 4), np.array([0, 1], np.int32), is_last=True),
     ForkSlots(np.arange(12, dtype=np.int32).reshape(2, 6)),
     FillSideRows(np.arange(-6, 0, dtype=np.int32).reshape(2, 3)),
+    TakeLoads(),
+    PlaceExperts(np.array([2, 0, -1, 1], np.int32), layer=60),
     Reset(),
     Close(),
 )
-WITH_WORDS = Admit | AdmitRare | Recall | Recount | Step | Forward | Mask | Read | SampleSome | ForkSlots | FillSideRows
+WITH_WORDS = (
+    Admit
+    | AdmitRare
+    | Recall
+    | Recount
+    | Step
+    | Forward
+    | Mask
+    | Read
+    | SampleSome
+    | ForkSlots
+    | FillSideRows
+    | PlaceExperts
+)
 
 
 def same(one: Message | None, other: Message | None) -> bool:
@@ -83,6 +100,8 @@ def same(one: Message | None, other: Message | None) -> bool:
     if isinstance(one, Read) and isinstance(other, Read) and (one.bucket, one.readout) != (other.bucket, other.readout):
         return False
     if isinstance(one, SampleSome) and isinstance(other, SampleSome) and one.is_last != other.is_last:
+        return False
+    if isinstance(one, PlaceExperts) and isinstance(other, PlaceExperts) and one.layer != other.layer:
         return False
     if isinstance(one, WITH_WORDS) and isinstance(other, WITH_WORDS):
         return one.packed.dtype == other.packed.dtype and np.array_equal(one.packed, other.packed)
@@ -444,9 +463,16 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         EngineConfig(**options)
 
 
-def test_several_processes_share_one_replica() -> None:
-    with pytest.raises(NotImplementedError, match="mesh 2x4 has 2 replicas.* use 1x4 and start as many groups"):
+def test_several_processes_share_one_replica_or_replicas_that_share_experts() -> None:
+    message = "mesh 2x4 has 2 replicas.* use 1x4 and start as many groups of processes, or enable_expert_parallel"
+    with pytest.raises(NotImplementedError, match=message):
         LLM(mesh="2x4", multihost=True)
+
+
+def test_processes_may_answer_at_different_rates() -> None:
+    """`serve` sets the rate of process 0, by the cores of its host, and those that follow it answer nobody."""
+    rates = [EngineConfig(max_outputs_per_second=rate) for rate in (None, 1000)]
+    assert engine_hosts._facts(rates[0]) == engine_hosts._facts(rates[1])
 
 
 def test_alone_nobody_follows() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import LLM
+from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.runtime.multihost import hosts_program
 from tests.waiting import PATIENCE
@@ -41,7 +42,7 @@ class Processes:
 
 
 @contextmanager
-def two_processes(scenario: str) -> Iterator[Processes]:
+def two_processes(scenario: str, *arguments: str) -> Iterator[Processes]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -49,7 +50,7 @@ def two_processes(scenario: str) -> Iterator[Processes]:
     program = [sys.executable, "-m", "tests.runtime.multihost.hosts_program", scenario]
     processes = [
         subprocess.Popen(
-            [*program, str(index), coordinator],
+            [*program, str(index), coordinator, *arguments],
             env=environment,
             cwd=ROOT,
             text=True,
@@ -87,6 +88,24 @@ def test_two_processes_complete_as_one(scenario: str) -> None:
     assert broken_off > 0
     assert after == expected[:1]
     assert "process 1 of 2 follows process 0" in follows[2]
+
+
+@pytest.mark.slow  # two processes start jax and compile
+def test_replicas_in_two_processes_share_experts_that_move(tmp_path: Path) -> None:
+    fixture = Fixture.load(hosts_program.EXPERTS)
+    with two_processes("share experts", str(fixture.write_checkpoint(tmp_path))) as both:
+        leads, follows = both.wait()
+    assert leads[0] == 0, leads[2]
+    assert follows[0] == 0, follows[2]
+    found = json.loads(leads[1].splitlines()[-1])
+    assert found["greedy"] == [fixture.greedy, fixture.greedy[:1], fixture.greedy]
+    assert found["num_placements"] > 0
+    assert min(found["num_outputs"]) > 0
+    num_computed = len(fixture.prompts[0]) + len(fixture.greedy[0]) - 1
+    assert found["chosen"] == [num_computed * fixture.config["num_experts_per_tok"]] * 2, "in both layers with experts"
+    for name in ("scores", "beams", "vectors"):
+        one, other = found[name]
+        assert one == other, name
 
 
 @pytest.mark.slow
