@@ -72,8 +72,16 @@ def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax
     """Multiplies x [T, H, ..] by the matrix of each head, of weight [K, G, .., ..], as an einsum of "t", "h" says."""
 
     def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
+        def multiply(x: jax.Array, of_heads: jax.Array) -> jax.Array:
+            return jnp.einsum(equation, x, of_heads, preferred_element_type=jnp.float32)
+
+        def multiply_wide(x: jax.Array, of_heads: jax.Array) -> jax.Array:
+            return multiply(x.astype(jnp.float32), of_heads.astype(jnp.float32))
+
+        # XLA:CPU of jax 0.11.2 compiles a product of 16 bits to float32 that it cannot run ("Unsupported element type
+        # for DotThunk") where it sums over the first dimension of the matrices.
         of_heads = matrices.reshape(-1, *matrices.shape[2:])
-        return jnp.einsum(equation, x, of_heads, preferred_element_type=jnp.float32).astype(x.dtype)
+        return jax.lax.platform_dependent(x, of_heads, cpu=multiply_wide, default=multiply).astype(x.dtype)
 
     if not isinstance(weight, OneOf):
         return product(x, weight)
