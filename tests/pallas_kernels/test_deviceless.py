@@ -226,7 +226,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         (
             "h200",
             "states",
-            [f"states/{name}/gpu" for name in ("nemotron-nano-decode-64", "kimi-linear-prompt-512", "lfm2-prompt-512")],
+            [f"states/{name}/gpu" for name in ("nemotron-nano-decode-64", "qwen3-next-prompt-2048", "lfm2-prompt-512")],
         ),
         ("v5e", "states", ["states/qwen3-next-mixed-512/tpu"]),
         ("v6e", "states", ["states/qwen3-next-decode-64/tpu"]),
