@@ -14,7 +14,8 @@ from jaxvllm.models.published.gguf_architectures import (
     GgufArchitecture,
     architecture_of,
 )
-from jaxvllm.models.published.gguf_tensors import BlockType, values_of
+from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_tensors import values_of
 from jaxvllm.models.tiling import Box
 
 _KEYS: Mapping[str, str] = {

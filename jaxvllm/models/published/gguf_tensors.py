@@ -1,16 +1,13 @@
-"""`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read.
-
-The package `gguf` decodes blocks of quantized numbers. It is imported only where a file has such.
-"""
+"""`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
@@ -21,54 +18,15 @@ from jaxvllm.models.published.gguf_architectures import (
     SHORT_FACTORS,
     architecture_of,
 )
+from jaxvllm.models.published.gguf_blocks import BlockType
 from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
-from pallas_kernels.extras import install_command
 
-# The types that are not quantized, by their numbers in ggml.
-_PLAIN: Mapping[int, np.dtype] = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_EXPERTS = 4096
-_MOST = 1 << 18  # numbers that are decoded at a time: what this takes stays in the cache of a core
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of ggml, whose rows are blocks of `count` numbers in `size` bytes each."""
-
-    count: int
-    size: int
-    decode: Callable[[np.ndarray], np.ndarray]  # makes f32[rows, numbers] of u8[rows, bytes], a new array
-
-    @classmethod
-    def of(cls, kind: int, where: str) -> "BlockType":
-        """Returns the type of that number. Raises ValueError if it is not known, or has no weights."""
-        if kind in _PLAIN:
-            dtype = _PLAIN[kind]
-            return cls(1, dtype.itemsize, lambda data: data.view(dtype).astype(np.float32))
-        gguf = _gguf(where)
-        try:
-            own = gguf.GGMLQuantizationType(kind)
-            count, size = gguf.GGML_QUANT_SIZES[own]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{where} has the type {kind} of ggml, which the package gguf does not know") from error
-
-        # This class decodes the blocks of one type. `gguf.quants.dequantize` gives it 16 rows at a time, and takes five
-        # times as long (Q4_K: 9.7 ms for a million numbers, and 1.7).
-        decoder = getattr(gguf.quants, own.name, None)
-        if decoder is None:
-            raise ValueError(f"{where} has the type {own.name}, in which no weights are published")
-        decoder.init_grid()
-
-        def decode(data: np.ndarray) -> np.ndarray:
-            values = np.empty((len(data), data.shape[1] // size * count), np.float32)
-            rows = max(1, _MOST // values.shape[1])
-            with np.errstate(all="ignore"):  # a scale in half precision may be infinite, if a file says so
-                for first in range(0, len(data), rows):
-                    values[first : first + rows] = decoder.dequantize_rows(data[first : first + rows])
-            return values
-
-        return cls(count, size, decode)
+# Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
+_THREADS = 2
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -141,20 +99,32 @@ class GgufTensors:
 
     def fill(self, source: Source) -> Fill:
         """Returns the function that fills a part of our array. Raises ValueError as `check` does."""
-        return decoded(self._part(source.name, source.shape), source)
+        self.check(source.name, source.shape)
 
-    def _part(self, name: str, shape: tuple[int, ...]) -> Part:
+        def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+            whole = decoded(self._part(source.name, source.shape, out.dtype), source)
+            pieces = list(Box(start, out.shape).pieces(_PIECE))
+            with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
+                # `list` raises what a thread has raised.
+                list(threads.map(lambda piece: whole(out[piece.index(start)], piece.start), pieces))
+
+        return fill
+
+    def _part(self, name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Part:
+        """Returns the values of a tensor, rounded to `dtype`, or in float32 where something is computed with them."""
         if name not in self.places:
             raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
         place = self.places[name]
         expected = (*shape[:-2], shape[-1], shape[-2]) if place.is_turned else shape
         if (count := len(place.names)) > 1:
             expected = (expected[0], expected[1] // count, *expected[2:])
-        parts = [self._stored_part(one, place.number, expected) for one in place.names]
+        module, _, kind = name.rpartition(".")
+        is_moved = self.norm_offset and module.endswith("norm") and kind == "weight"
+        dtype = np.float32 if is_moved else dtype
+        parts = [self._stored_part(one, place.number, expected, dtype) for one in place.names]
         part = parts[0] if count == 1 else alternating(parts, axis=1)
         part = turned(part) if place.is_turned else part
-        module, _, kind = name.rpartition(".")
-        if self.norm_offset and module.endswith("norm") and kind == "weight":
+        if is_moved:
             return added(part, by_group(stored(np.full((1,), -self.norm_offset, np.float32)), shape))
         heads = next((heads for end, heads in self.heads.items() if module.endswith(end)), None)
         if heads is None:
@@ -163,7 +133,7 @@ class GgufTensors:
             raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {heads} heads of an even size")
         return by_group(part, (_halves(shape[0], heads), *(1 for _ in shape[1:])))
 
-    def _stored_part(self, stored_name: str, number: int | None, shape: tuple[int, ...]) -> Part:
+    def _stored_part(self, stored_name: str, number: int | None, shape: tuple[int, ...], dtype: DTypeLike) -> Part:
         """Returns the values of a tensor of the file, or of a matrix of it, which must have that shape."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         found = tensor.shape if number is None else tensor.shape[1:]
@@ -171,8 +141,8 @@ class GgufTensors:
             raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
         kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
         if len(shape) < 3:
-            return values_of(tensor, where, kind, mapped, number)
-        matrices = [values_of(tensor, where, kind, mapped, place) for place in range(shape[0])]
+            return values_of(tensor, where, kind, mapped, number, dtype)
+        matrices = [values_of(tensor, where, kind, mapped, place, dtype) for place in range(shape[0])]
 
         def values(box: Box) -> np.ndarray:
             (first, *start), (_, *rest) = box.start, box.shape
@@ -182,8 +152,15 @@ class GgufTensors:
         return values
 
 
-def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarray, number: int | None = None) -> Part:
-    """Returns the values of a tensor in a mapped file, or of one matrix of a stack. They are read later.
+def values_of(
+    tensor: GgufTensor,
+    where: str,
+    kind: BlockType,
+    mapped: np.ndarray,
+    number: int | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Part:
+    """Returns the values of a tensor in a mapped file, or of one matrix of a stack, in `dtype`. They are read later.
 
     Raises ValueError that begins with `where` if the tensor's rows are no blocks, or it goes beyond the file's end.
     """
@@ -201,7 +178,7 @@ def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarra
     def values(box: Box) -> np.ndarray:
         (row, first), (rows, wanted) = box.start, box.shape
         begin, end = first // kind.count, -(-(first + wanted) // kind.count)
-        found = kind.decode(np.ascontiguousarray(data[row : row + rows, begin * kind.size : end * kind.size]))
+        found = kind.decode(np.ascontiguousarray(data[row : row + rows, begin * kind.size : end * kind.size]), dtype)
         skipped = first - begin * kind.count
         return np.ascontiguousarray(found[:, skipped : skipped + wanted])
 
@@ -243,13 +220,3 @@ def _stack_size(file: GgufFile, name: str, tensor: GgufTensor, architecture: str
     if len(tensor.shape) != 3 or tensor.shape[0] != count or tensor.shape[0] > _MOST_EXPERTS:
         raise ValueError(f"{tensor.path}: tensor {name} has shape {tensor.shape}, and should have {count} matrices")
     return tensor.shape[0]
-
-
-def _gguf(where: str) -> Any:
-    try:
-        import gguf.quants
-    except ImportError as error:
-        raise NotImplementedError(
-            f"{where} is quantized, and decoding it needs a package that is not here: {install_command('gguf')}"
-        ) from error
-    return gguf

@@ -12,6 +12,7 @@ import chex
 import gguf
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -22,7 +23,9 @@ from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.published.gguf_tensors import BlockType, GgufTensors, values_of
+from jaxvllm.models.published import gguf_blocks
+from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_tensors import GgufTensors, values_of
 from jaxvllm.models.tiling import Box
 from jaxvllm.text.tokenizer import Tokenizer
 from sharding.mesh import MeshShape
@@ -184,28 +187,50 @@ def test_every_type_is_decoded_from_and_to_any_column(kind: Kind, tmp_path: Path
         np.testing.assert_array_equal(part(box), expected[box.index((0, 0))])
 
 
+@pytest.mark.parametrize(
+    ("kind", "halves"),
+    [(Kind.Q4_0, (0,)), (Kind.Q8_0, (0,)), (Kind.Q4_K, (0, 2)), (Kind.Q5_K, (0, 2)), (Kind.Q6_K, (208,))],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_xla_decodes_the_usual_types_to_the_numbers_of_the_package(
+    kind: Kind, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (2**20 // block + 3, size)).astype(np.uint8)  # more than a call
+    for place in halves:  # numbers in half precision of all exponents below that of 1
+        data[:, place + 1] &= 0xBB
+    by_xla = BlockType.of(int(kind), "x")
+    monkeypatch.setattr(gguf_blocks, "_host", lambda: None)
+    by_numpy = BlockType.of(int(kind), "x")
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        np.testing.assert_array_equal(by_xla.decode(data, dtype), by_numpy.decode(data, dtype))
+
+
 def test_blocks_of_eight_and_four_bits_mean_what_ggml_says(tmp_path: Path) -> None:
     stream = np.random.default_rng(0)
     scales = stream.uniform(0.1, 1, (3, 2)).astype(np.float16)
     codes = stream.integers(-128, 128, (3, 2, 32)).astype(np.int8)
     bytes_ = [scales[..., None].view(np.uint8), codes.view(np.uint8)]
-    found = BlockType.of(int(Kind.Q8_0), "x").decode(np.concatenate(bytes_, axis=-1).reshape(3, -1))
+    found = BlockType.of(int(Kind.Q8_0), "x").decode(np.concatenate(bytes_, axis=-1).reshape(3, -1), np.float32)
     np.testing.assert_array_equal(found, (scales[..., None].astype(np.float32) * codes).reshape(3, 64))
     nibbles = codes.view(np.uint8) & 15  # byte j has number j in its low bits, and number j + 16
     packed = nibbles[..., :16] | nibbles[..., 16:] << 4
-    found = BlockType.of(int(Kind.Q4_0), "x").decode(np.concatenate([bytes_[0], packed], axis=-1).reshape(3, -1))
+    stored = np.concatenate([bytes_[0], packed], axis=-1).reshape(3, -1)
+    found = BlockType.of(int(Kind.Q4_0), "x").decode(stored, np.float32)
     values = scales[..., None].astype(np.float32) * (nibbles.astype(np.float32) - 8)
     np.testing.assert_array_equal(found, values.reshape(3, 64))
 
 
-def test_only_quantized_files_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_rare_types_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
     config = sized(fixture)
     weights = {name: data[:, :32] if data.ndim == 2 else data for name, data in fixture.weights().items()}
     write_gguf(path, config, fixture.weights(), lambda _: Kind.F16)
-    write_gguf(tmp_path / "quantized.gguf", config, weights, lambda _: Kind.Q4_0)
+    write_gguf(tmp_path / "usual.gguf", config, weights, lambda _: Kind.Q4_0)
+    write_gguf(tmp_path / "quantized.gguf", config, weights, lambda _: Kind.Q5_1)
     monkeypatch.setitem(sys.modules, "gguf", None)
     load(path)
+    GgufTensors.of(GgufFile.open(tmp_path / "usual.gguf"))
     with pytest.raises(
         NotImplementedError, match=r"tensor \S+ is quantized, and decoding it needs a package that is not here: .*gguf"
     ):
