@@ -1,5 +1,6 @@
 """Makes the config.json that a GGUF file would have, of its metadata and the shapes of its tensors."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,13 +8,8 @@ import numpy as np
 
 from jaxvllm.gguf_file import GgufFile
 from jaxvllm.models.families import find_family
-from jaxvllm.models.published.gguf_architectures import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
-    GgufArchitecture,
-    architecture_of,
-)
+from jaxvllm.models.published.gguf_architecture import GgufArchitecture
+from jaxvllm.models.published.gguf_architectures import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from jaxvllm.models.published.gguf_blocks import BlockType
 from jaxvllm.models.published.gguf_tensors import values_of
 from jaxvllm.models.tiling import Box
@@ -24,7 +20,6 @@ _KEYS: Mapping[str, str] = {
     "feed_forward_length": "intermediate_size",
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 # Files need not have these, and something is computed with them where they do.
 _OPTIONAL_NUMBERS = ("nextn_predict_layers",)
@@ -62,6 +57,8 @@ _KNOWN_SCALING = (
     "finetuned",
     "yarn_beta_fast",
     "yarn_beta_slow",
+    "yarn_log_multiplier",
+    "yarn_attn_factor",
 )
 
 
@@ -73,7 +70,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     name, architecture = architecture_of(file)
     start = f"{name}."
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
-    for key in (*_KEYS, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
+    names = {**_KEYS, **dict([architecture.norm_epsilon])}
+    names = {key: ours for key, ours in names.items() if key in values or key not in architecture.lacks}
+    for key in (*names, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
@@ -99,9 +98,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{embedding.path}: tensor token_embd.weight has {rows} rows: vocabularies have {_MOST_TOKENS} at most"
         )
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
+    if architecture.is_latent:  # of a head, a rope turns these alone
+        head_size = values["rope.dimension_count"]
     if type(head_size) is not int or not 1 <= head_size <= _MOST_NUMBERS:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
-    if values.get("attention.value_length", head_size) != head_size:
+    if not architecture.is_latent and values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
     # Some converters write one number for each layer, even where all are the same.
     kv_heads = values.get("attention.head_count_kv", heads)
@@ -109,14 +110,17 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         kv_heads = kv_heads[0]
     return {
         "architectures": [architecture.family],
-        **{ours: values[key] for key, ours in _KEYS.items()},
+        **{ours: values[key] for key, ours in names.items()},
         "num_key_value_heads": kv_heads,
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
-        "rope_parameters": {**_rope(file, start, values, head_size), **architecture.rope_parameters},
+        "rope_parameters": {
+            **_rope(file, start, values, head_size, architecture.is_latent),
+            **architecture.rope_parameters,
+        },
         "dtype": _dtype(file, architecture),
         **architecture.own_keys(values),
     }
@@ -132,7 +136,7 @@ def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 
 
-def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
+def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int, is_latent: bool) -> dict[str, Any]:
     """Returns the rope parameters. Factors of frequencies are LongRoPE's, of which Llama 3.1's scaling is a case."""
     scaling = {key.removeprefix("rope.scaling."): value for key, value in values.items() if "rope.scaling." in key}
     kind = scaling.get("type", "none")
@@ -145,6 +149,14 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = scaling.get("original_context_length")
         parameters |= {key: scaling.get(f"yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        usual = 0.1 * math.log(max(scaling.get("factor") or 1, 1)) + 1
+        if not any(math.isclose(scaling.get("yarn_attn_factor", 1.0), known, rel_tol=1e-4) for known in (1.0, usual)):
+            raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known is yarn_attn_factor {usual:.4f}")
+    # DeepSeek makes logits steeper by a multiple of the logarithm of the factor, of which files have a tenth.
+    if (steeper := scaling.get("yarn_log_multiplier")) and not is_latent:
+        raise ValueError(f"{file.path} has {start}rope.scaling.yarn_log_multiplier {steeper!r}: not supported")
+    if steeper:
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * steeper, 6))
     if (extra := scaling.get("attn_factor", 1.0)) != 1.0 and LONG_FACTORS not in file.tensors:
         raise ValueError(f"{file.path} has {start}rope.scaling.attn_factor {extra!r}: it is known with LongRoPE only")
     if ROPE_FACTORS in file.tensors and kind != "none":

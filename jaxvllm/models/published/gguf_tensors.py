@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
+from jaxvllm.models.published.gguf_architecture import RebuiltTensor
 from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
     OUTSIDE,
@@ -20,6 +22,7 @@ from jaxvllm.models.published.gguf_architectures import (
 )
 from jaxvllm.models.published.gguf_blocks import BlockType
 from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
+from jaxvllm.models.published.shaped_part import ShapedPart
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
 
@@ -36,6 +39,7 @@ class _StoredMatrix:
     names: tuple[str, ...]
     number: int | None = None  # in the stack
     is_turned: bool = False  # the file has its matrices the other way round
+    rebuilt: RebuiltTensor | None = None  # how it is made of these tensors
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class GgufTensors:
     places: Mapping[str, _StoredMatrix]
     heads: Mapping[str, int]  # how many a tensor has whose rows are stored for a rope that turns neighbours
     norm_offset: float
+    values: Mapping[str, Any]  # the metadata under the architecture's name
     types: Mapping[int, BlockType]
     mapped: Mapping[Path, np.ndarray]  # u8[bytes of the file]
 
@@ -53,17 +58,21 @@ class GgufTensors:
     def of(cls, file: GgufFile) -> "GgufTensors":
         """Names all tensors. Raises ValueError for an architecture or a type that is not known."""
         name, architecture = architecture_of(file)
-        places: dict[str, _StoredMatrix] = {}
+        start = f"{name}."
+        values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
+        places = _rebuilt(file, architecture.rebuilt)
+        others = {stored_name for place in places.values() for stored_name in place.names}
+        others |= {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
         for stored_name, tensor in file.tensors.items():
-            if stored_name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+            if stored_name not in others:
                 own = _hf_name(stored_name, architecture.tensors)
                 count = _stack_size(file, stored_name, tensor, name) if len(tensor.shape) > 2 or "*" in own else 0
                 if "*" in own:
                     for number in range(count):
                         places[own.replace("*", str(number))] = _StoredMatrix((stored_name,), number)
                 else:
-                    others = places[own].names if own in places else ()
-                    names = _in_turn(file, (*others, stored_name), architecture.tensors)
+                    before = places[own].names if own in places else ()
+                    names = _in_turn(file, (*before, stored_name), architecture.tensors)
                     places[own] = _StoredMatrix(names, is_turned=own.endswith(architecture.turned))
         heads = {}
         if architecture.has_turned_heads:
@@ -76,7 +85,7 @@ class GgufTensors:
                 types[tensor.kind] = BlockType.of(tensor.kind, f"{tensor.path}: tensor {stored_name}")
         paths = {tensor.path for tensor in file.tensors.values()}
         mapped = {path: np.memmap(path, np.uint8, "r").view(np.ndarray) for path in paths}
-        return cls(file, places, heads, architecture.norm_offset, types, mapped)
+        return cls(file, places, heads, architecture.norm_offset, values, types, mapped)
 
     @property
     def names(self) -> set[str]:
@@ -115,11 +124,19 @@ class GgufTensors:
         if name not in self.places:
             raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
         place = self.places[name]
+        if place.rebuilt is not None:
+            made = place.rebuilt.make([self._whole(one, dtype) for one in place.names], self.values)
+            if (fitting := made.reshaped(shape)) is None:
+                raise ValueError(
+                    f"{self.where(name)} makes {name} of shape {made.shape}, and the metadata make it {shape}"
+                )
+            return fitting.part
         expected = (*shape[:-2], shape[-1], shape[-2]) if place.is_turned else shape
         if (count := len(place.names)) > 1:
             expected = (expected[0], expected[1] // count, *expected[2:])
         module, _, kind = name.rpartition(".")
         is_moved = self.norm_offset and module.endswith("norm") and kind == "weight"
+        is_moved = is_moved and not module.endswith("linear_attn.norm")
         dtype = np.float32 if is_moved else dtype
         parts = [self._stored_part(one, place.number, expected, dtype) for one in place.names]
         part = parts[0] if count == 1 else alternating(parts, axis=1)
@@ -137,19 +154,36 @@ class GgufTensors:
         """Returns the values of a tensor of the file, or of a matrix of it, which must have that shape."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         found = tensor.shape if number is None else tensor.shape[1:]
-        if found != shape:
-            raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
         kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
-        if len(shape) < 3:
-            return values_of(tensor, where, kind, mapped, number, dtype)
-        matrices = [values_of(tensor, where, kind, mapped, place, dtype) for place in range(shape[0])]
+        if found != shape:
+            # Axes of one element are in some files and not in others.
+            same = ShapedPart(values_of(tensor, where, kind, mapped, number, dtype), found).reshaped(shape)
+            if same is None or len(found) > 2:
+                raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
+            return same.part
+        return (
+            self._whole(stored_name, dtype).part
+            if number is None
+            else values_of(tensor, where, kind, mapped, number, dtype)
+        )
+
+    def _whole(self, stored_name: str, dtype: DTypeLike) -> ShapedPart:
+        """Returns the values of a tensor of the file. Those of vectors are in float32, because more is made of them."""
+        tensor, where = self.file.tensors[stored_name], self._where(stored_name)
+        kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
+        if len(tensor.shape) < 3:
+            exact = np.float32 if len(tensor.shape) == 1 else dtype
+            return ShapedPart(values_of(tensor, where, kind, mapped, dtype=exact), tensor.shape)
+        if len(tensor.shape) > 3 or tensor.shape[0] > _MOST_EXPERTS:
+            raise ValueError(f"{where} has shape {tensor.shape}: stacks have {_MOST_EXPERTS} matrices at most")
+        matrices = [values_of(tensor, where, kind, mapped, number, dtype) for number in range(tensor.shape[0])]
 
         def values(box: Box) -> np.ndarray:
             (first, *start), (_, *rest) = box.start, box.shape
             own = Box(tuple(start), tuple(rest))
             return np.stack([matrix(own) for matrix in matrices[first : box.stop[0]]])
 
-        return values
+        return ShapedPart(values, tensor.shape)
 
 
 def values_of(
@@ -204,6 +238,18 @@ def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
         if own in tensors:
             return f"model.layers.{number}.{tensors[own]}.{kind}"
     return name
+
+
+def _rebuilt(file: GgufFile, rebuilt: Mapping[str, RebuiltTensor]) -> dict[str, _StoredMatrix]:
+    """Returns the tensors of layers that are made of others, where the file has all of these."""
+    layers = dict.fromkeys(name.split(".")[1] for name in file.tensors if name.startswith("blk."))
+    found: dict[str, _StoredMatrix] = {}
+    for number in layers:
+        for end, tensor in rebuilt.items():
+            names = tuple(f"blk.{number}.{own}" for own in tensor.names)
+            if all(name in file.tensors for name in names):
+                found[f"model.layers.{number}.{end}"] = _StoredMatrix(names, rebuilt=tensor)
+    return found
 
 
 def _in_turn(file: GgufFile, names: tuple[str, ...], tensors: Mapping[str, str]) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ SIZES = {48: 64, 100: 96}
 HEADS = {24: 32}
 # The rows of queries and keys of heads of 20, which have 16 then.
 KEYS = {80: 64, 40: 32, 20: 16}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
 
@@ -77,6 +78,11 @@ def load(path: Path, size: int = 1) -> Any:
         ("granite", HEADS, {}, 1),
         ("hunyuan", KEYS, {"head_dim": 16, "rope_parameters": None}, 1),
         ("olmo2", HEADS, {}, 1),
+        ("olmo3", HEADS, {"rope_parameters": YARN}, 1),
+        ("gemma", KEYS, {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}, 1),
+        ("cohere-plus", {48: 96, 16: 32, 8: 16}, {"hidden_size": 96, "layer_norm_eps": 1e-5}, 1),
+        ("cohere2", HEADS, {"sliding_window_pattern": 4, "layer_norm_eps": 1e-5}, 1),
+        ("starcoder2", HEADS, {"sliding_window": 4096}, 1),
         ("seed_oss", KEYS, {"head_dim": 16}, 1),
         ("smollm3", HEADS, {"no_rope_layer_interval": 4}, 1),
     ],
@@ -98,6 +104,12 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
         if name == "gemma3":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(8.0)
+        if name == "olmo3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(8.0)
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_yarn_attn_factor(1 + 0.1 * np.log(8))
+            writer.add_sliding_window_pattern([(layer + 1) % 4 != 0 for layer in range(config["num_hidden_layers"])])
 
     file = tmp_path / "model.gguf"
     values = write_gguf(file, config, fixture.weights(), mixed, more=scaling)

@@ -1,0 +1,187 @@
+"""The keys of a config.json that only some architectures have, made of the metadata of a GGUF file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        # The file need not say so: all models of this architecture divide by the sum.
+        "norm_topk_prob": values.get("expert_weights_norm", True),
+    }
+
+
+def mixtral(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"num_local_experts": values["expert_count"], "num_experts_per_tok": values["expert_used_count"]}
+
+
+def _gemma(values: Mapping[str, Any], *, of_hidden: int) -> Mapping[str, Any]:
+    """Returns what Gemma 2 and 3 share. A model of `of_hidden` layers scales by the hidden size over the heads."""
+    heads, hidden = values["attention.head_count"], values["embedding_length"]
+    return {
+        "sliding_window": values["attention.sliding_window"],
+        "query_pre_attn_scalar": (
+            hidden // heads if values["block_count"] == of_hidden else values.get("attention.key_length", 256)
+        ),
+    }
+
+
+def gemma2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    caps = {
+        "attn_logit_softcapping": values.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values.get("final_logit_softcapping", 30.0),
+    }
+    return {**_gemma(values, of_hidden=46), **caps}  # the 27B
+
+
+def gemma3(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        **_gemma(values, of_hidden=62),  # the 27B
+        **_kinds({"attention.sliding_window_pattern": 6, **values}),
+        "rope_local_base_freq": values.get("rope.freq_base_swa", 10_000.0),
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+    }
+
+
+def granite(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "attention_multiplier": values.get("attention.scale", 1.0),
+        "embedding_multiplier": values.get("embedding_scale", 1.0),
+        "residual_multiplier": values.get("residual_scale", 1.0),
+        "logits_scaling": values.get("logit_scale", 1.0),
+    }
+
+
+def glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        # The layers that predict further tokens are counted as well.
+        "num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0),
+        "n_routed_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "n_shared_experts": values["expert_shared_count"],
+        "first_k_dense_replace": values["leading_dense_block_count"],
+        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": values.get("expert_weights_norm", True),
+        "n_group": values.get("expert_group_count", 1),
+        "topk_group": values.get("expert_group_used_count", 1),
+    }
+
+
+def olmoe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+    }
+
+
+def gpt_oss(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**mixtral(values), "sliding_window": values["attention.sliding_window"]}
+
+
+def phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "sliding_window": values.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": values.get(
+            "rope.scaling.original_context_length", values["context_length"]
+        ),
+    }
+
+
+def _deepseek2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what DeepSeek V2 and V3 share. Newer files have the sizes of the heads beside those of the latent."""
+    rope = values["rope.dimension_count"]
+    return {
+        **glm4_moe(values),
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+        "q_lora_rank": values.get("attention.q_lora_rank") or None,
+        "kv_lora_rank": values["attention.kv_lora_rank"],
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": values.get("attention.key_length_mla", values["attention.key_length"]) - rope,
+        "v_head_dim": values.get("attention.value_length_mla", values["attention.value_length"]),
+        "topk_method": None,
+    }
+
+
+def deepseek_v2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Older files do not say that the 236B, which alone has 160 experts, chooses three groups of eight.
+    groups, chosen = (8, 3) if values["expert_count"] == 160 else (1, 1)
+    groups = values.get("expert_group_count", groups)
+    return {
+        **_deepseek2(values),
+        "n_group": groups,
+        "topk_group": values.get("expert_group_used_count", chosen),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+def deepseek_v3(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Older files do not say that V3 and R1, which have 256 experts, choose four groups of eight. Kimi K2 has no groups.
+    groups, chosen = (8, 4) if values["expert_count"] == 256 else (1, 1)
+    return {
+        **_deepseek2(values),
+        "n_group": values.get("expert_group_count", groups),
+        "topk_group": values.get("expert_group_used_count", chosen),
+    }
+
+
+def linear_attention(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    heads = values["ssm.time_step_rank"]
+    return {
+        "num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0),
+        "linear_conv_kernel_dim": values["ssm.conv_kernel"],
+        "linear_num_key_heads": values["ssm.group_count"],
+        "linear_key_head_dim": values["ssm.state_size"],
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": values["ssm.inner_size"] // max(heads, 1),
+        "full_attention_interval": values.get("full_attention_interval", 4),
+    }
+
+
+def qwen2_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        **experts(values),
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+        "shared_expert_intermediate_size": values["expert_shared_feed_forward_length"],
+    }
+
+
+def qwen3_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**qwen2_moe(values), **experts(values), **linear_attention(values)}
+
+
+def llama4(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Files do not say how queries grow, nor which layers see chunks: all published models are the same in that. Only
+    # Maverick, which has 128 experts, does not norm queries and keys.
+    return {
+        **mixtral(values),
+        "intermediate_size": values["expert_feed_forward_length"],
+        "intermediate_size_mlp": values["feed_forward_length"],
+        "interleave_moe_layer_step": values["interleave_moe_layer_step"],
+        "use_qk_norm": values["expert_count"] != 128,
+        "attention_chunk_size": 8192,
+    }
+
+
+def cohere2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "logit_scale": values["logit_scale"],
+        "sliding_window": values["attention.sliding_window"],
+        **_kinds(values),
+    }
+
+
+def olmo3(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"sliding_window": values["attention.sliding_window"], **_kinds(values)}
+
+
+def _kinds(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns which layers have a window: every fourth has none, if the file does not say otherwise."""
+    pattern = values.get("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, list):
+        return {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in pattern]}
+    return {"sliding_window_pattern": pattern}

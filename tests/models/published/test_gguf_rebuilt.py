@@ -1,0 +1,232 @@
+"""GGUF files whose tensors are cut, turned or in another order than a checkpoint's make the same models."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import chex
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
+from jaxvllm.models.tiling import Box
+from tests.gguf_files import sized, write_gguf
+from tests.models.fixture import Fixture
+from tests.models.published.written import write_model
+
+Tensors = Mapping[str, np.ndarray]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what the converter does to a tensor: it gives tensors by their names in a layer, or None."""
+
+    fixture: str
+    in_file: Callable[[str, np.ndarray, Config], Tensors | None]
+    changes: Mapping[str, Any]
+    more: Callable[[gguf.GGUFWriter, Config], None] = lambda *_: None
+
+
+def latent(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    if not name.endswith("kv_b_proj.weight"):
+        return None
+    size = config["qk_nope_head_dim"]
+    by_head = data.reshape(config["num_attention_heads"], -1, data.shape[1])
+    return {"attn_k_b.weight": by_head[:, :size].swapaxes(1, 2), "attn_v_b.weight": by_head[:, size:]}
+
+
+def add_latent(writer: gguf.GGUFWriter, config: Config) -> None:
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_key_length(latent + rope)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+    scores = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(scores.SOFTMAX if "V2" in config["architectures"][0] else scores.SIGMOID)
+    if scaling := config.get("rope_scaling"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def llama4(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    if name.endswith("experts.down_proj"):
+        return {"ffn_down_exps.weight": data.swapaxes(1, 2)}
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(data.swapaxes(1, 2), 2, axis=1)
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    return None
+
+
+def add_llama4(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def granite_moe(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    if name.endswith("input_linear.weight"):
+        gate, up = np.split(data, 2, axis=1)
+        return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
+    return None
+
+
+def qwen2_moe(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    return {"ffn_gate_inp_shexp.weight": data[0]} if name.endswith("shared_expert_gate.weight") else None
+
+
+def qwen3_next(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    _, _, own = name.partition("linear_attn.")
+    K, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    of_values = config["linear_num_value_heads"] // K * config["linear_value_head_dim"]
+    match own:
+        case "in_proj_qkvz.weight":
+            ends = np.cumsum((key_size, key_size, of_values))
+            kinds = [part.reshape(-1, data.shape[1]) for part in np.split(data.reshape(K, -1, data.shape[1]), ends, 1)]
+            return {"attn_qkv.weight": np.concatenate(kinds[:3]), "attn_gate.weight": kinds[3]}
+        case "conv1d.weight":
+            return {"ssm_conv1d.weight": data[:, 0]}
+        case "dt_bias":
+            return {"ssm_dt.bias": data}
+        case "A_log":
+            return {"ssm_a": -np.exp(data)}
+    return qwen2_moe(name, data, config)
+
+
+def qwen3_5(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    _, _, own = name.partition("linear_attn.")
+    K, key_size, size = (config[f"linear_{key}"] for key in ("num_key_heads", "key_head_dim", "value_head_dim"))
+
+    def tiled(values: np.ndarray, width: int, axis: int = 0) -> np.ndarray:
+        moved = np.moveaxis(values, axis, 0)
+        by_head = moved.reshape(K, -1, width, *moved.shape[1:]).swapaxes(0, 1)
+        return np.moveaxis(by_head.reshape(moved.shape), 0, axis)
+
+    def after_keys(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[: 2 * K * key_size], tiled(values[2 * K * key_size :], size)])
+
+    match own:
+        case "in_proj_qkv.weight":
+            return {"attn_qkv.weight": after_keys(data)}
+        case "conv1d.weight":
+            return {"ssm_conv1d.weight": after_keys(data[:, 0])}
+        case "in_proj_z.weight":
+            return {"attn_gate.weight": tiled(data, size)}
+        case "in_proj_a.weight":
+            return {"ssm_alpha.weight": tiled(data, 1)}
+        case "in_proj_b.weight":
+            return {"ssm_beta.weight": tiled(data, 1)}
+        case "out_proj.weight":
+            return {"ssm_out.weight": tiled(data, size, axis=1)}
+        case "dt_bias":
+            return {"ssm_dt.bias": tiled(data, 1)}
+        case "A_log":
+            return {"ssm_a": -np.exp(tiled(data, 1))}
+    return qwen2_moe(name, data, config)
+
+
+def add_linear(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
+    writer.add_full_attention_interval(config["full_attention_interval"])
+
+
+FLAT = {"rope_theta": 20_000.0, "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192}
+STEEP = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
+LINEAR = {"rope_parameters": None, "partial_rotary_factor": 0.25}
+EVERY_THIRD = {"full_attention_interval": 3, "linear_conv_kernel_dim": 4}
+CASES = (
+    Case("deepseek_v2", latent, {}, add_latent),
+    Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, add_latent),
+    Case("llama4", llama4, {"rope_parameters": None, "attn_scale": None, **FLAT}, add_llama4),
+    Case("granitemoe", granite_moe, {}),
+    Case("qwen2_moe", qwen2_moe, {"decoder_sparse_step": 1}),
+    Case("qwen3_next", qwen3_next, {"norm_topk_prob": True, "mlp_only_layers": [], **LINEAR}, add_linear),
+    Case("qwen3_5", qwen3_5, {"layer_types": None, "num_hidden_layers": 3, **EVERY_THIRD, **LINEAR}, add_linear),
+    Case("qwen3_5_moe", qwen3_5, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, **LINEAR}, add_linear),
+)
+
+
+def as_converted(fixture: Fixture, num_layers: int) -> Fixture:
+    """The first layers, of which all have experts if one has: files of Qwen have no other ones."""
+    shapes = fixture.shapes
+    with_experts = next((name.split(".")[2] for name in shapes if ".mlp.experts." in name), None)
+    found: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        start, _, rest = name.partition(".layers.")
+        number, _, own = rest.partition(".")
+        if not rest:
+            found[name] = shape
+        elif int(number) < num_layers and (with_experts is None or not own.startswith("mlp.")):
+            found[name] = shape
+        elif number == with_experts:
+            found |= {f"{start}.layers.{layer}.{own}": shape for layer in range(num_layers)}
+    return replace(fixture, shapes=found)
+
+
+def written(case: Case, fixture: Fixture, config: Config, path: Path) -> dict[str, np.ndarray]:
+    """Writes the file, and returns the tensors that it stands for."""
+    usual, extra, kept = {}, {}, {}
+    for name, data in fixture.weights().items():
+        own = case.in_file(name, data, config)
+        if own is None:
+            usual[name] = data
+            continue
+        layer = name.split(".")[2]
+        extra |= {f"blk.{layer}.{end}": np.ascontiguousarray(part) for end, part in own.items()}
+        kept[name] = np.log(np.exp(data)) if name.endswith("A_log") else data
+    rounded = write_gguf(
+        path, config, usual, lambda _: Kind.BF16, extra=extra, more=lambda writer: case.more(writer, config)
+    )
+    return rounded | kept
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
+def test_a_file_is_the_same_model_as_its_checkpoint(case: Case, tmp_path: Path) -> None:
+    fixture = Fixture.load(case.fixture)
+    if case.fixture.startswith("qwen"):
+        fixture = as_converted(fixture, case.changes.get("num_hidden_layers", fixture.config["num_hidden_layers"]))
+    config = {
+        key: value for key, value in sized(fixture, **case.changes).items() if case.changes.get(key, 0) is not None
+    }
+    path = tmp_path / "model.gguf"
+    plain = write_model(tmp_path / "plain", config, written(case, fixture, config, path))
+    spec = model_spec(config)
+    assert model_spec(checkpoint.read_config(path)) == spec
+    options: dict[str, Any] = {"dtype": jnp.float32, "layout": "separate"}
+    chex.assert_trees_all_equal(checkpoint.load(path, spec, **options), checkpoint.load(plain, spec, **options))
+
+
+def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
+    ranges = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
+    for ends in product(*ranges):
+        yield Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+
+def test_any_box_of_what_is_made_has_its_values() -> None:
+    stream = np.random.default_rng(0)
+    arrays = [stream.standard_normal((2, size, 3)).astype(np.float32) for size in (2, 1)]
+    parts = [ShapedPart(lambda box, one=one: one[box.index((0, 0, 0))].copy(), one.shape) for one in arrays]
+    places = np.array([5, 0, 1, 4, 2, 3])
+    whole = np.concatenate(arrays, axis=1)
+    made = concatenated(parts, axis=1)
+    for tensor, values in (
+        (made, whole),
+        (made.merged.ordered(0, places), whole.reshape(6, 3)[places]),
+        (made.turned.mapped(np.negative), -whole.swapaxes(1, 2)),
+        (made.merged.reshaped((6, 1, 3)), whole.reshape(6, 1, 3)),
+    ):
+        assert tensor is not None and tensor.shape == values.shape
+        for box in boxes(tensor.shape):
+            np.testing.assert_array_equal(tensor.part(box), values[box.index((0,) * values.ndim)])
+    assert made.reshaped((2, 9)) is None
+    with pytest.raises(ValueError, match=r"of the shapes \(2, 2, 3\) and \(2, 1, 3\) are no one tensor"):
+        concatenated(parts, axis=2)
