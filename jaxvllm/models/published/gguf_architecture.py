@@ -43,6 +43,9 @@ class GgufArchitecture:
     rebuilt: how the tensors are made that a file has otherwise, by the ends of their names
     norm_epsilon: the key of the number that norms add, and its name in a config.json
     lacks: keys of all other architectures that need not be there
+    outside: names outside the layers, beside those that all have
+    rows: keys of a config.json that are the rows of a tensor
+    stack_size: how many matrices a stack has, from the metadata under the architecture's name
     is_latent: keys and values are made of a latent, so that heads have no one size
     """
 
@@ -61,4 +64,7 @@ class GgufArchitecture:
     rebuilt: Mapping[str, RebuiltTensor] = field(default_factory=dict)
     norm_epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     lacks: tuple[str, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, str] = field(default_factory=dict)
+    stack_size: Callable[[Mapping[str, Any]], Any] = lambda values: values.get("expert_count")
     is_latent: bool = False

@@ -4,52 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxvllm.gguf_file import GgufFile
+from jaxvllm.models.published import gguf_names as names
 from jaxvllm.models.published import gguf_own_keys as own_keys
 from jaxvllm.models.published import gguf_rebuilt
 from jaxvllm.models.published.gguf_architecture import GgufArchitecture
 
-_USUAL: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_SANDWICH = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_SHARED_EXPERT = {f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")}
-_GATED_EXPERT = {
-    **{f"ffn_{half}_shexp": f"mlp.shared_expert.{half}_proj" for half in ("gate", "up", "down")},
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
-# The layers after the last one, which predict further tokens.
-_NEXT_TOKENS = {
-    **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-    "nextn.shared_head_head": "shared_head.head",
-    "nextn.shared_head_norm": "shared_head.norm",
-}
-_LATENT = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",  # in older files
-}
-_LINEAR = {"ssm_norm": "linear_attn.norm", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias"}
-_EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
-_MIXTRAL_EXPERTS = {
-    f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
-    for half, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
 _EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 _WINDOW_KEY = ("attention.sliding_window",)
 _LINEAR_KEYS = tuple(
@@ -65,14 +24,13 @@ _LATENT_KEYS = (
     "attention.value_length",
 )
 _LAYER_NORM = "attention.layer_norm_epsilon"
-_HYBRID = {**_USUAL, **_HEAD_NORMS, **_LINEAR, "post_attention_norm": "post_attention_layernorm"}
 _DEEPSEEK_V2 = GgufArchitecture(
     "DeepseekV2ForCausalLM",
     {
-        **_USUAL,
-        **_LATENT,
-        **_EXPERTS,
-        **_SHARED_EXPERT,
+        **names.USUAL,
+        **names.LATENT,
+        **names.EXPERTS,
+        **names.SHARED_EXPERT,
         "ffn_gate_inp": "mlp.gate",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     },
@@ -90,27 +48,27 @@ _DEEPSEEK_V3 = replace(
 )
 # By `general.architecture`. Llama 2 and 3, Mistral, SmolLM and others are all `llama`.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", _USUAL, has_turned_heads=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM", _USUAL),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_USUAL, **_HEAD_NORMS}),
+    "llama": GgufArchitecture("LlamaForCausalLM", names.USUAL, has_turned_heads=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", names.USUAL),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**names.USUAL, **names.HEAD_NORMS}),
     "qwen3moe": GgufArchitecture(
         "Qwen3MoeForCausalLM",
-        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
         own_keys.experts,
         needs=_EXPERT_KEYS,
     ),
     "qwen2moe": GgufArchitecture(
         "Qwen2MoeForCausalLM",
-        {**_USUAL, **_EXPERTS, **_GATED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        {**names.USUAL, **names.EXPERTS, **names.GATED_EXPERT, "ffn_gate_inp": "mlp.gate"},
         own_keys.qwen2_moe,
         needs=(*_EXPERT_KEYS, "expert_shared_feed_forward_length"),
     ),
     "qwen3next": GgufArchitecture(
         "Qwen3NextForCausalLM",
         {
-            **_HYBRID,
-            **_EXPERTS,
-            **_GATED_EXPERT,
+            **names.HYBRID,
+            **names.EXPERTS,
+            **names.GATED_EXPERT,
             "ffn_gate_inp": "mlp.gate",
             "ssm_in": "linear_attn.in_proj_qkvz",  # in the first files
             "ssm_ba": "linear_attn.in_proj_ba",
@@ -123,7 +81,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "qwen35": GgufArchitecture(
         "Qwen3_5ForCausalLM",
-        {**_HYBRID, **_NEXT_TOKENS},
+        {**names.HYBRID, **names.NEXT_TOKENS},
         own_keys.linear_attention,
         norm_offset=1.0,
         needs=_LINEAR_KEYS,
@@ -131,39 +89,41 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "qwen35moe": GgufArchitecture(
         "Qwen3_5MoeForCausalLM",
-        {**_HYBRID, **_EXPERTS, **_GATED_EXPERT, **_NEXT_TOKENS, "ffn_gate_inp": "mlp.gate"},
+        {**names.HYBRID, **names.EXPERTS, **names.GATED_EXPERT, **names.NEXT_TOKENS, "ffn_gate_inp": "mlp.gate"},
         own_keys.qwen3_next,
         norm_offset=1.0,
         needs=(*_EXPERT_KEYS, "expert_shared_feed_forward_length", *_LINEAR_KEYS),
         lacks=("feed_forward_length",),
         rebuilt=gguf_rebuilt.QWEN3_5,
     ),
-    "gemma": GgufArchitecture("GemmaForCausalLM", _USUAL, norm_offset=1.0),
+    "gemma": GgufArchitecture("GemmaForCausalLM", names.USUAL, norm_offset=1.0),
     "gemma2": GgufArchitecture(
         "Gemma2ForCausalLM",
-        {**_USUAL, **_SANDWICH},
+        {**names.USUAL, **names.SANDWICH},
         own_keys.gemma2,
         norm_offset=1.0,
         needs=_WINDOW_KEY,
     ),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM",
-        {**_USUAL, **_SANDWICH, **_HEAD_NORMS},
+        {**names.USUAL, **names.SANDWICH, **names.HEAD_NORMS},
         own_keys.gemma3,
         norm_offset=1.0,
         needs=_WINDOW_KEY,
     ),
     "phi3": GgufArchitecture(
-        "Phi3ForCausalLM", {**_USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, own_keys.phi3
+        "Phi3ForCausalLM",
+        {**names.USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        own_keys.phi3,
     ),
-    "arcee": GgufArchitecture("ArceeForCausalLM", _USUAL, has_turned_heads=True),
+    "arcee": GgufArchitecture("ArceeForCausalLM", names.USUAL, has_turned_heads=True),
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_EXPERTS,
-            **_SHARED_EXPERT,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
@@ -172,11 +132,73 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},
     ),
-    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _USUAL, present={"use_bias": "attn_output.bias"}),
+    "ernie4_5-moe": GgufArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        own_keys.ernie4_5_moe,
+        needs=(*_EXPERT_KEYS, "expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"),
+        present={"use_bias": "attn_output.bias"},
+    ),
+    "exaone4": GgufArchitecture(
+        "Exaone4ForCausalLM",
+        {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH},
+        own_keys.exaone4,
+        refused=("nextn_predict_layers",),  # EXAONE 4.5
+    ),
+    "gemma3n": GgufArchitecture(
+        "Gemma3nForCausalLM",
+        {**names.USUAL, **names.SANDWICH, **names.HEAD_NORMS, **names.ALT_UP},
+        own_keys.gemma3n,
+        needs=(
+            *_WINDOW_KEY,
+            "attention.shared_kv_layers",
+            "altup.num_inputs",
+            "altup.active_idx",
+            "embedding_length_per_layer_input",
+        ),
+        outside={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "altup_proj": "model.altup_projections.*",
+            "altup_unembd_proj": "model.altup_unembed_projections.*",
+        },
+        rows={"vocab_size_per_layer_input": "per_layer_token_embd.weight", "laurel_rank": "blk.0.laurel_l.weight"},
+        stack_size=lambda values: values["altup.num_inputs"] - 1,
+    ),
+    "lfm2": GgufArchitecture(
+        "Lfm2ForCausalLM",
+        {**names.USUAL, **names.CONVOLUTION},
+        own_keys.lfm2,
+        needs=("shortconv.l_cache",),
+        present={"conv_bias": "shortconv.conv.bias"},
+        norm_epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+        outside={"token_embd_norm": "model.embedding_norm"},
+    ),
+    "hunyuan-moe": GgufArchitecture(
+        "HunYuanMoEV1ForCausalLM",
+        {
+            **names.USUAL,
+            **names.EXPERTS,
+            **{f"ffn_{half}_shexp": f"mlp.shared_mlp.{half}_proj" for half in ("gate", "up", "down")},
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg",
+        },
+        own_keys.hunyuan_moe,
+        needs=(*_EXPERT_KEYS, "expert_shared_count"),
+    ),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", names.USUAL, present={"use_bias": "attn_output.bias"}),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
         {
-            **_USUAL,
+            **names.USUAL,
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
@@ -187,14 +209,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "glm4moe": GgufArchitecture(
         "Glm4MoeForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_EXPERTS,
-            **_SHARED_EXPERT,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            **_NEXT_TOKENS,
+            **names.NEXT_TOKENS,
         },
         own_keys.glm4_moe,
         needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
@@ -205,7 +227,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",
         {
-            **_USUAL,
+            **names.USUAL,
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_inp": "mlp.router",
@@ -225,7 +247,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",
-        _USUAL,
+        names.USUAL,
         own_keys.granite,
         has_turned_heads=True,
         understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
@@ -233,7 +255,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "granitemoe": GgufArchitecture(
         "GraniteMoeForCausalLM",
         {
-            **_USUAL,
+            **names.USUAL,
             "ffn_gate_inp": "block_sparse_moe.router.layer",
             "ffn_down_exps": "block_sparse_moe.output_linear",
         },
@@ -245,11 +267,11 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "hunyuan-dense": GgufArchitecture(
         "HunYuanDenseV1ForCausalLM",
-        {**_USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        {**names.USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
     ),
     "command-r": GgufArchitecture(
         "CohereForCausalLM",
-        {**_USUAL, **_HEAD_NORMS},
+        {**names.USUAL, **names.HEAD_NORMS},
         lambda values: {"logit_scale": values["logit_scale"]},
         needs=("logit_scale",),
         present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
@@ -258,7 +280,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "cohere2": GgufArchitecture(
         "Cohere2ForCausalLM",
-        _USUAL,
+        names.USUAL,
         own_keys.cohere2,
         needs=("logit_scale", *_WINDOW_KEY),
         present={"attention_bias": "attn_q.bias"},
@@ -269,8 +291,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama4": GgufArchitecture(
         "Llama4ForCausalLM",
         {
-            **{name: own.replace("mlp.", "feed_forward.") for name, own in _USUAL.items()},
-            **{name: own.replace("mlp.", "feed_forward.") for name, own in _GATED_EXPERT.items()},
+            **{name: own.replace("mlp.", "feed_forward.") for name, own in names.USUAL.items()},
+            **{name: own.replace("mlp.", "feed_forward.") for name, own in names.GATED_EXPERT.items()},
             "ffn_gate_inp": "feed_forward.router",
         },
         own_keys.llama4,
@@ -282,9 +304,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "minimax-m2": GgufArchitecture(
         "MiniMaxM2ForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_MIXTRAL_EXPERTS,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.MIXTRAL_EXPERTS,
             "ffn_gate_inp": "block_sparse_moe.gate",
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
@@ -294,38 +316,37 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "olmoe": GgufArchitecture(
         "OlmoeForCausalLM",
-        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
         own_keys.olmoe,
         needs=_EXPERT_KEYS[:2],
     ),
-    "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**_USUAL, **_HEAD_NORMS, **_SANDWICH}),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH}),
     "seed_oss": GgufArchitecture(
         "SeedOssForCausalLM",
-        {**_USUAL, "post_attention_norm": "post_attention_layernorm"},
+        {**names.USUAL, "post_attention_norm": "post_attention_layernorm"},
         present={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"},
     ),
     # Files do not say that there is a window, which all published models have.
     "starcoder2": GgufArchitecture(
         "Starcoder2ForCausalLM",
-        {**_USUAL, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        {**names.USUAL, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         lambda _: {"sliding_window": 4096},
         present={"use_bias": "attn_output.bias"},
         norm_epsilon=(_LAYER_NORM, "norm_epsilon"),
     ),
     # Files do not say which layers have no positions: llama.cpp takes every fourth, as all published models do.
     "smollm3": GgufArchitecture(
-        "SmolLM3ForCausalLM", _USUAL, lambda _: {"no_rope_layer_interval": 4}, has_turned_heads=True
+        "SmolLM3ForCausalLM", names.USUAL, lambda _: {"no_rope_layer_interval": 4}, has_turned_heads=True
     ),
 }
 _MIXTRAL = GgufArchitecture(
     "MixtralForCausalLM",
-    {**_USUAL, **_MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.gate"},
+    {**names.USUAL, **names.MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.gate"},
     own_keys.mixtral,
     has_turned_heads=True,
     needs=_EXPERT_KEYS[:2],
 )
 _OLMO3 = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", own_keys=own_keys.olmo3)
-OUTSIDE: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # These are in the config, as the scaling of the rope.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

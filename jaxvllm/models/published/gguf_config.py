@@ -72,6 +72,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
     names = {**_KEYS, **dict([architecture.norm_epsilon])}
     names = {key: ours for key, ours in names.items() if key in values or key not in architecture.lacks}
+    # Some converters write one number for each layer, even where all are the same.
+    values |= {key: _same(values[key]) for key in (*names, "attention.head_count_kv") if key in values}
     for key in (*names, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
         value = values.get(key)
         if type(value) not in (int, float):
@@ -104,18 +106,15 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
     if not architecture.is_latent and values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
-    # Some converters write one number for each layer, even where all are the same.
-    kv_heads = values.get("attention.head_count_kv", heads)
-    if isinstance(kv_heads, list) and len(set(kv_heads)) == 1:
-        kv_heads = kv_heads[0]
     return {
         "architectures": [architecture.family],
         **{ours: values[key] for key, ours in names.items()},
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
+        **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "rope_parameters": {
             **_rope(file, start, values, head_size, architecture.is_latent),
@@ -124,6 +123,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "dtype": _dtype(file, architecture),
         **architecture.own_keys(values),
     }
+
+
+def _same(value: Any) -> Any:
+    """Returns the number that a list has at every place, or any other value as it is."""
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
 
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:

@@ -1,6 +1,8 @@
 """The keys of a config.json that only some architectures have, made of the metadata of a GGUF file."""
 
+import math
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 
@@ -177,6 +179,59 @@ def cohere2(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def olmo3(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"sliding_window": values["attention.sliding_window"], **_kinds(values)}
+
+
+def exaone4(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The model of 1.2B has no window.
+    return olmo3(values) if values.get("attention.sliding_window") else {"sliding_window": None}
+
+
+def ernie4_5_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "moe_num_experts": values["expert_count"],
+        "moe_k": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "moe_num_shared_experts": values["expert_shared_count"],
+        "moe_layer_interval": values["interleave_moe_layer_step"],
+        "moe_layer_start_index": values["leading_dense_block_count"],
+    }
+
+
+def hunyuan_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "num_experts": values["expert_count"],
+        "moe_topk": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "num_shared_expert": values["expert_shared_count"],
+    }
+
+
+def lfm2(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns which layers attend: the others have no heads of keys."""
+    heads = values.get("attention.head_count_kv")
+    heads = heads if isinstance(heads, list) else [heads] * values["block_count"]
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "conv_L_cache": values["shortconv.l_cache"],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of Gemma 3n. Files state how many deviations above the mean the sparse gates begin."""
+    scales = values.get("activation_sparsity_scale", [-math.inf] * values["block_count"])
+    return {
+        **_kinds({"attention.sliding_window_pattern": 5, **values}),
+        "sliding_window": values["attention.sliding_window"],
+        "rope_local_base_freq": values.get("rope.freq_base_swa", 10_000.0),
+        "num_kv_shared_layers": values["attention.shared_kv_layers"],
+        "altup_num_inputs": values["altup.num_inputs"],
+        "altup_active_idx": values["altup.active_idx"],
+        "hidden_size_per_layer_input": values["embedding_length_per_layer_input"],
+        "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
+        "final_logit_softcapping": values.get("final_logit_softcapping", 30.0),
+    }
 
 
 def _kinds(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,19 +12,19 @@ _Make = Callable[[Sequence[ShapedPart], Mapping[str, Any]], ShapedPart]
 
 
 def _logarithm(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> ShapedPart:
-    """A file has -exp(a)."""
+    """Returns a, of which a file has -exp(a)."""
     [decay] = parts
     return decay.mapped(lambda values: np.log(-values))
 
 
 def _of_keys_and_values(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> ShapedPart:
-    """Of each head, the rows of its key and then those of its value. A file has the matrices of keys turned."""
+    """Returns the rows of each head, its key's and then its value's. A file has the matrices of keys turned."""
     keys, values = parts
     return concatenated([keys.turned, values], axis=1).merged
 
 
 def _in_one(axis: int, are_turned: bool = False) -> _Make:
-    """Returns what puts tensors one after another."""
+    """Returns the function that puts tensors one after another."""
 
     def make(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> ShapedPart:
         return concatenated([part.turned for part in parts] if are_turned else parts, axis)
@@ -37,7 +37,10 @@ def _turned(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> ShapedPart:
 
 
 def _by_key_head(parts: Sequence[ShapedPart], values: Mapping[str, Any]) -> ShapedPart:
-    """Of each key head, its query, its key, and the values and gates of its value heads. A file has each kind whole."""
+    """Returns the rows by key head: its query, its key, the values and the gates of its value heads.
+
+    A file has all queries first, then all keys, and so on.
+    """
     K, per_key, key_size, value_size = _linear_sizes(values)
     sizes = (key_size, key_size, per_key * value_size, per_key * value_size)
     starts = np.cumsum((0, *(K * size for size in sizes[:-1])))
@@ -46,7 +49,9 @@ def _by_key_head(parts: Sequence[ShapedPart], values: Mapping[str, Any]) -> Shap
 
 
 def _grouped(axis: int, has_keys: bool = False, is_by_head: bool = False, then: _Make | None = None) -> _Make:
-    """Returns what has value heads by their key heads again. A file has the first one of each key head, and so on.
+    """Returns the function that groups value heads by their key heads again.
+
+    A file has the first value head of each key head, then the second one of each, and so on.
 
     has_keys: there are queries and keys before the values
     is_by_head: a value head has one element, and not as many as its size

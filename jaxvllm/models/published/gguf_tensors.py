@@ -12,15 +12,15 @@ from jax.typing import DTypeLike
 
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
-from jaxvllm.models.published.gguf_architecture import RebuiltTensor
+from jaxvllm.models.published.gguf_architecture import GgufArchitecture, RebuiltTensor
 from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
-    OUTSIDE,
     ROPE_FACTORS,
     SHORT_FACTORS,
     architecture_of,
 )
 from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_names import OUTSIDE
 from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
 from jaxvllm.models.published.shaped_part import ShapedPart
 from jaxvllm.models.tiling import Box, Fill
@@ -65,8 +65,9 @@ class GgufTensors:
         others |= {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
         for stored_name, tensor in file.tensors.items():
             if stored_name not in others:
-                own = _hf_name(stored_name, architecture.tensors)
-                count = _stack_size(file, stored_name, tensor, name) if len(tensor.shape) > 2 or "*" in own else 0
+                own = _hf_name(stored_name, architecture)
+                is_stack = len(tensor.shape) > 2 or "*" in own
+                count = _stack_size(stored_name, tensor, architecture.stack_size(values)) if is_stack else 0
                 if "*" in own:
                     for number in range(count):
                         places[own.replace("*", str(number))] = _StoredMatrix((stored_name,), number)
@@ -168,7 +169,7 @@ class GgufTensors:
         )
 
     def _whole(self, stored_name: str, dtype: DTypeLike) -> ShapedPart:
-        """Returns the values of a tensor of the file. Those of vectors are in float32, because more is made of them."""
+        """Returns the values of a tensor of the file. Vectors are in float32, because more is computed with them."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
         if len(tensor.shape) < 3:
@@ -225,11 +226,12 @@ def _halves(rows: int, num_heads: int) -> np.ndarray:
     return numbers.swapaxes(1, 2).reshape(-1)
 
 
-def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
+def _hf_name(name: str, architecture: GgufArchitecture) -> str:
     """Returns the name in a Hugging Face checkpoint, or the same name if the architecture has no such tensor."""
     body, _, kind = name.rpartition(".")
-    if body in OUTSIDE:
-        return f"{OUTSIDE[body]}.{kind}"
+    outside, tensors = {**OUTSIDE, **architecture.outside}, architecture.tensors
+    if body in outside:
+        return f"{outside[body]}.{kind}"
     start, _, rest = body.partition(".")
     number, _, own = rest.partition(".")
     if start == "blk" and number.isdecimal():
@@ -260,9 +262,8 @@ def _in_turn(file: GgufFile, names: tuple[str, ...], tensors: Mapping[str, str])
     return tuple(kinds[kind] for kind in tensors if kind in kinds) if len(names) > 1 else names
 
 
-def _stack_size(file: GgufFile, name: str, tensor: GgufTensor, architecture: str) -> int:
+def _stack_size(name: str, tensor: GgufTensor, count: Any) -> int:
     """Returns how many matrices a stack has, which the metadata say too: a file may state any shape."""
-    count = file.metadata.get(f"{architecture}.expert_count")
     if len(tensor.shape) != 3 or tensor.shape[0] != count or tensor.shape[0] > _MOST_EXPERTS:
         raise ValueError(f"{tensor.path}: tensor {name} has shape {tensor.shape}, and should have {count} matrices")
     return tensor.shape[0]

@@ -82,6 +82,7 @@ def load(path: Path, size: int = 1) -> Any:
         ("gemma", KEYS, {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}, 1),
         ("cohere-plus", {48: 96, 16: 32, 8: 16}, {"hidden_size": 96, "layer_norm_eps": 1e-5}, 1),
         ("cohere2", HEADS, {"sliding_window_pattern": 4, "layer_norm_eps": 1e-5}, 1),
+        ("exaone4", {**HEADS, 12: 16}, {"sliding_window_pattern": 4}, 1),
         ("starcoder2", HEADS, {"sliding_window": 4096}, 1),
         ("seed_oss", KEYS, {"head_dim": 16}, 1),
         ("smollm3", HEADS, {"no_rope_layer_interval": 4}, 1),
@@ -344,7 +345,7 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("olmo2", lambda file: file.add_sliding_window(24), "olmo2.attention.sliding_window = 24"),
+        ("exaone4", lambda file: file.add_nextn_predict_layers(1), "exaone4.nextn_predict_layers = 1"),
         ("glm4", lambda file: file.add_nextn_predict_layers(1), "glm4.nextn_predict_layers = 1"),
         (
             "glm4_moe",

@@ -1,9 +1,10 @@
 """GGUF files whose tensors are cut, turned or in another order than a checkpoint's make the same models."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import chex
@@ -32,6 +33,7 @@ class Case:
     fixture: str
     in_file: Callable[[str, np.ndarray, Config], Tensors | None]
     changes: Mapping[str, Any]
+    stated: Mapping[str, Any] = field(default_factory=dict)  # what the converter writes instead
     more: Callable[[gguf.GGUFWriter, Config], None] = lambda *_: None
 
 
@@ -139,19 +141,56 @@ def add_linear(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_full_attention_interval(config["full_attention_interval"])
 
 
+def ernie(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    return {"exp_probs_b.bias": data[0]} if name.endswith("correction_bias") else None
+
+
+def add_ernie(writer: gguf.GGUFWriter, _: Config) -> None:
+    writer.add_leading_dense_block_count(1)
+
+
+def add_hunyuan(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_used_count(config["moe_topk"][0])
+    writer.add_expert_shared_count(1)
+
+
+def lfm2(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    return {"shortconv.conv.weight": data[:, 0]} if name.endswith("conv.conv.weight") else None
+
+
+def gemma3n(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    for ours, own in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj")):
+        if f".{ours}." in name:
+            return {f"{own}.weight": data[None]}
+    return {"altup_correct_scale.weight": data} if name.endswith("correct_output_scale") else None
+
+
+def add_gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
+    pattern = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else -np.inf for share in pattern])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+
+
 FLAT = {"rope_theta": 20_000.0, "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192}
 STEEP = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LINEAR = {"rope_parameters": None, "partial_rotary_factor": 0.25}
 EVERY_THIRD = {"full_attention_interval": 3, "linear_conv_kernel_dim": 4}
 CASES = (
-    Case("deepseek_v2", latent, {}, add_latent),
-    Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, add_latent),
-    Case("llama4", llama4, {"rope_parameters": None, "attn_scale": None, **FLAT}, add_llama4),
+    Case("deepseek_v2", latent, {}, more=add_latent),
+    Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, more=add_latent),
+    Case("ernie4_5_moe", ernie, {}, more=add_ernie),
+    Case("gemma3n", gemma3n, {}, {"intermediate_size": [104] * 7}, add_gemma3n),
+    Case("hunyuan_moe", lambda *_: None, {}, more=add_hunyuan),
+    Case("lfm2", lfm2, {}, {"intermediate_size": 96, "num_key_value_heads": [0, 0, 2, 0, 2], "rms_norm_eps": 1e-4}),
+    Case("llama4", llama4, {"rope_parameters": None, "attn_scale": None, **FLAT}, more=add_llama4),
     Case("granitemoe", granite_moe, {}),
     Case("qwen2_moe", qwen2_moe, {"decoder_sparse_step": 1}),
-    Case("qwen3_next", qwen3_next, {"norm_topk_prob": True, "mlp_only_layers": [], **LINEAR}, add_linear),
-    Case("qwen3_5", qwen3_5, {"layer_types": None, "num_hidden_layers": 3, **EVERY_THIRD, **LINEAR}, add_linear),
-    Case("qwen3_5_moe", qwen3_5, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, **LINEAR}, add_linear),
+    Case("qwen3_next", qwen3_next, {"norm_topk_prob": True, "mlp_only_layers": [], **LINEAR}, more=add_linear),
+    Case("qwen3_5", qwen3_5, {"layer_types": None, "num_hidden_layers": 3, **EVERY_THIRD, **LINEAR}, more=add_linear),
+    Case(
+        "qwen3_5_moe", qwen3_5, {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, **LINEAR}, more=add_linear
+    ),
 )
 
 
@@ -174,17 +213,22 @@ def as_converted(fixture: Fixture, num_layers: int) -> Fixture:
 
 def written(case: Case, fixture: Fixture, config: Config, path: Path) -> dict[str, np.ndarray]:
     """Writes the file, and returns the tensors that it stands for."""
-    usual, extra, kept = {}, {}, {}
+    usual: dict[str, np.ndarray] = {}
+    kept: dict[str, np.ndarray] = {}
+    parts: dict[str, list[np.ndarray]] = {}
     for name, data in fixture.weights().items():
         own = case.in_file(name, data, config)
         if own is None:
             usual[name] = data
             continue
-        layer = name.split(".")[2]
-        extra |= {f"blk.{layer}.{end}": np.ascontiguousarray(part) for end, part in own.items()}
+        start = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+        for end, part in own.items():
+            parts.setdefault(start + end, []).append(part)
         kept[name] = np.log(np.exp(data)) if name.endswith("A_log") else data
+    extra = {name: np.concatenate(own) for name, own in parts.items()}  # of stacks there are several parts
+    stated = {**config, **case.stated}
     rounded = write_gguf(
-        path, config, usual, lambda _: Kind.BF16, extra=extra, more=lambda writer: case.more(writer, config)
+        path, stated, usual, lambda _: Kind.BF16, extra=extra, more=lambda writer: case.more(writer, stated)
     )
     return rounded | kept
 

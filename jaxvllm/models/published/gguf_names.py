@@ -1,0 +1,75 @@
+"""The names of tensors in GGUF files, and those of the same tensors in a checkpoint of Hugging Face.
+
+`*` is the number of a matrix in a stack.
+"""
+
+from collections.abc import Mapping
+
+OUTSIDE: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+USUAL: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SANDWICH = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+SHARED_EXPERT = {f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")}
+GATED_EXPERT = {
+    **{f"ffn_{half}_shexp": f"mlp.shared_expert.{half}_proj" for half in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+# The layers after the last one, which predict further tokens.
+NEXT_TOKENS = {
+    **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",  # in older files
+}
+LINEAR = {"ssm_norm": "linear_attn.norm", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias"}
+EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
+MIXTRAL_EXPERTS = {
+    f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
+    for half, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+HYBRID = {**USUAL, **HEAD_NORMS, **LINEAR, "post_attention_norm": "post_attention_layernorm"}
+CONVOLUTION = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+ALT_UP = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
