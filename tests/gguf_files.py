@@ -41,6 +41,11 @@ ARCHITECTURES = {
     "Gemma3nForCausalLM": gguf.MODEL_ARCH.GEMMA3N,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
@@ -53,9 +58,17 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
 }
 _ARCH = gguf.MODEL_ARCH
-TURNED = {_ARCH.LLAMA, _ARCH.ARCEE, _ARCH.GRANITE, _ARCH.GRANITE_MOE, _ARCH.SMOLLM3}
+TURNED = {
+    _ARCH.LLAMA,
+    _ARCH.ARCEE,
+    _ARCH.GRANITE,
+    _ARCH.GRANITE_MOE,
+    _ARCH.GRANITE_HYBRID,
+    _ARCH.MISTRAL3,
+    _ARCH.SMOLLM3,
+}
 # Norms are stored with 1 added.
-MOVED = {_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3, _ARCH.QWEN3NEXT, _ARCH.QWEN35, _ARCH.QWEN35MOE}
+MOVED = {_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3, _ARCH.QWEN3NEXT, _ARCH.QWEN35, _ARCH.QWEN35MOE, _ARCH.NEMOTRON}
 Choice = Callable[[str], Kind]
 
 
@@ -144,6 +157,11 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         ("linear_key_head_dim", writer.add_ssm_state_size),
         ("linear_num_value_heads", writer.add_ssm_time_step_rank),
         ("kv_lora_rank", writer.add_kv_lora_rank),
+        ("norm_eps", writer.add_layer_norm_eps),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("moe_shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("moe_latent_size", writer.add_moe_latent_size),
         ("moe_num_experts", writer.add_expert_count),
         ("moe_k", writer.add_expert_used_count),
         ("moe_num_shared_experts", writer.add_expert_shared_count),
@@ -202,6 +220,7 @@ def _changes(
     module, _, kind = name.rpartition(".")
     if architecture in TURNED and module.endswith(("q_proj", "k_proj")):
         count = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
+        count = max(count) if isinstance(count, list) else count
         return (
             lambda x: x.reshape(count, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
             lambda x: x.reshape(count, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),

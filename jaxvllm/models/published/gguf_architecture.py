@@ -9,6 +9,7 @@ from jaxvllm.models.published.shaped_part import ShapedPart
 # Returns the keys of a config.json that only this architecture has, from the metadata under its name.
 OwnKeys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
+EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 USUAL_PRESENT: Mapping[str, str] = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
 
 
@@ -32,7 +33,7 @@ class GgufArchitecture:
         name with its kind, such as `x.bias`, comes before that of all kinds. Where two tensors have the same name, that
         one tensor has their rows alternately: the first row of the first, the first row of the second, and so on
     turned: the ends of the names of stacks of matrices that a file has the other way round
-    present: keys of a config.json that say whether there are such tensors as one of the first layer
+    present: keys of a config.json that say whether there are such tensors as one of a layer
     has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
     norm_offset: what is added to the weights of norms before they are stored
     needs: keys of metadata that must be there, beside those of all architectures
@@ -42,7 +43,8 @@ class GgufArchitecture:
     rope_parameters: what files do not say of a rope
     rebuilt: how the tensors are made that a file has otherwise, by the ends of their names
     norm_epsilon: the key of the number that norms add, and its name in a config.json
-    lacks: keys of all other architectures that need not be there
+    lacks: keys of all other architectures that need not be there, nor be one number
+    steepness: what a file states of how steep YaRN makes logits is multiplied by this; None: that is not known
     outside: names outside the layers, beside those that all have
     rows: keys of a config.json that are the rows of a tensor
     stack_size: how many matrices a stack has, from the metadata under the architecture's name
@@ -64,6 +66,7 @@ class GgufArchitecture:
     rebuilt: Mapping[str, RebuiltTensor] = field(default_factory=dict)
     norm_epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     lacks: tuple[str, ...] = ()
+    steepness: float | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
     rows: Mapping[str, str] = field(default_factory=dict)
     stack_size: Callable[[Mapping[str, Any]], Any] = lambda values: values.get("expert_count")

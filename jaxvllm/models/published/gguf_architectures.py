@@ -7,15 +7,12 @@ from jaxvllm.gguf_file import GgufFile
 from jaxvllm.models.published import gguf_names as names
 from jaxvllm.models.published import gguf_own_keys as own_keys
 from jaxvllm.models.published import gguf_rebuilt
-from jaxvllm.models.published.gguf_architecture import GgufArchitecture
+from jaxvllm.models.published.gguf_architecture import EXPERT_KEYS, GgufArchitecture
+from jaxvllm.models.published.gguf_hybrids import GRANITE_HYBRID_DENSE, HYBRIDS
 
-_EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 _WINDOW_KEY = ("attention.sliding_window",)
-_LINEAR_KEYS = tuple(
-    f"ssm.{key}" for key in ("conv_kernel", "group_count", "state_size", "time_step_rank", "inner_size")
-)
 _LATENT_KEYS = (
-    *_EXPERT_KEYS,
+    *EXPERT_KEYS,
     "expert_shared_count",
     "leading_dense_block_count",
     "rope.dimension_count",
@@ -39,6 +36,7 @@ _DEEPSEEK_V2 = GgufArchitecture(
     understood=("expert_weights_scale",),
     rebuilt=gguf_rebuilt.LATENT,
     is_latent=True,
+    steepness=10.0,
 )
 _DEEPSEEK_V3 = replace(
     _DEEPSEEK_V2,
@@ -48,6 +46,7 @@ _DEEPSEEK_V3 = replace(
 )
 # By `general.architecture`. Llama 2 and 3, Mistral, SmolLM and others are all `llama`.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    **HYBRIDS,
     "llama": GgufArchitecture("LlamaForCausalLM", names.USUAL, has_turned_heads=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", names.USUAL),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**names.USUAL, **names.HEAD_NORMS}),
@@ -55,46 +54,13 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         "Qwen3MoeForCausalLM",
         {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
         own_keys.experts,
-        needs=_EXPERT_KEYS,
+        needs=EXPERT_KEYS,
     ),
     "qwen2moe": GgufArchitecture(
         "Qwen2MoeForCausalLM",
         {**names.USUAL, **names.EXPERTS, **names.GATED_EXPERT, "ffn_gate_inp": "mlp.gate"},
         own_keys.qwen2_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_feed_forward_length"),
-    ),
-    "qwen3next": GgufArchitecture(
-        "Qwen3NextForCausalLM",
-        {
-            **names.HYBRID,
-            **names.EXPERTS,
-            **names.GATED_EXPERT,
-            "ffn_gate_inp": "mlp.gate",
-            "ssm_in": "linear_attn.in_proj_qkvz",  # in the first files
-            "ssm_ba": "linear_attn.in_proj_ba",
-            "ssm_out": "linear_attn.out_proj",
-        },
-        own_keys.qwen3_next,
-        norm_offset=1.0,
-        needs=(*_EXPERT_KEYS, "expert_shared_feed_forward_length", *_LINEAR_KEYS),
-        rebuilt=gguf_rebuilt.QWEN3_NEXT,
-    ),
-    "qwen35": GgufArchitecture(
-        "Qwen3_5ForCausalLM",
-        {**names.HYBRID, **names.NEXT_TOKENS},
-        own_keys.linear_attention,
-        norm_offset=1.0,
-        needs=_LINEAR_KEYS,
-        rebuilt=gguf_rebuilt.QWEN3_5,
-    ),
-    "qwen35moe": GgufArchitecture(
-        "Qwen3_5MoeForCausalLM",
-        {**names.HYBRID, **names.EXPERTS, **names.GATED_EXPERT, **names.NEXT_TOKENS, "ffn_gate_inp": "mlp.gate"},
-        own_keys.qwen3_next,
-        norm_offset=1.0,
-        needs=(*_EXPERT_KEYS, "expert_shared_feed_forward_length", *_LINEAR_KEYS),
-        lacks=("feed_forward_length",),
-        rebuilt=gguf_rebuilt.QWEN3_5,
+        needs=(*EXPERT_KEYS, "expert_shared_feed_forward_length"),
     ),
     "gemma": GgufArchitecture("GemmaForCausalLM", names.USUAL, norm_offset=1.0),
     "gemma2": GgufArchitecture(
@@ -128,7 +94,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
         own_keys.glm4_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},
     ),
@@ -142,7 +108,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
         },
         own_keys.ernie4_5_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"),
+        needs=(*EXPERT_KEYS, "expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"),
         present={"use_bias": "attn_output.bias"},
     ),
     "exaone4": GgufArchitecture(
@@ -172,14 +138,15 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         rows={"vocab_size_per_layer_input": "per_layer_token_embd.weight", "laurel_rank": "blk.0.laurel_l.weight"},
         stack_size=lambda values: values["altup.num_inputs"] - 1,
     ),
-    "lfm2": GgufArchitecture(
-        "Lfm2ForCausalLM",
-        {**names.USUAL, **names.CONVOLUTION},
-        own_keys.lfm2,
-        needs=("shortconv.l_cache",),
-        present={"conv_bias": "shortconv.conv.bias"},
-        norm_epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-        outside={"token_embd_norm": "model.embedding_norm"},
+    "mistral3": GgufArchitecture(
+        "Ministral3ForCausalLM",
+        names.USUAL,
+        has_turned_heads=True,
+        understood=("attention.temperature_scale",),
+        steepness=1.0,
+    ),
+    "nemotron": GgufArchitecture(
+        "NemotronForCausalLM", names.USUAL, norm_offset=1.0, norm_epsilon=(_LAYER_NORM, "norm_eps")
     ),
     "hunyuan-moe": GgufArchitecture(
         "HunYuanMoEV1ForCausalLM",
@@ -192,7 +159,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "ffn_gate_inp": "mlp.gate.wg",
         },
         own_keys.hunyuan_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count"),
+        needs=(*EXPERT_KEYS, "expert_shared_count"),
     ),
     "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", names.USUAL, present={"use_bias": "attn_output.bias"}),
     "glm4": GgufArchitecture(
@@ -219,7 +186,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             **names.NEXT_TOKENS,
         },
         own_keys.glm4_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
         present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},  # a sigmoid
@@ -239,7 +206,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
         own_keys.gpt_oss,
-        needs=(*_EXPERT_KEYS[:2], *_WINDOW_KEY),
+        needs=(*EXPERT_KEYS[:2], *_WINDOW_KEY),
         present={"attention_bias": "attn_q.bias"},
         usual_values={"expert_gating_func": 3},  # a softmax over the chosen experts
         turned=("experts.gate_up_proj", "experts.down_proj"),
@@ -261,7 +228,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         },
         lambda values: {**own_keys.granite(values), **own_keys.mixtral(values)},
         has_turned_heads=True,
-        needs=_EXPERT_KEYS[:2],
+        needs=EXPERT_KEYS[:2],
         understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
         rebuilt=gguf_rebuilt.GRANITE_MOE,
     ),
@@ -296,7 +263,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "ffn_gate_inp": "feed_forward.router",
         },
         own_keys.llama4,
-        needs=(*_EXPERT_KEYS, "interleave_moe_layer_step"),
+        needs=(*EXPERT_KEYS, "interleave_moe_layer_step"),
         usual_values={"expert_gating_func": 2, "attention.sliding_window": 8192},
         refused=("leading_dense_block_count",),
         rebuilt=gguf_rebuilt.LLAMA4,
@@ -311,14 +278,14 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
         own_keys.mixtral,
-        needs=_EXPERT_KEYS[:2],
+        needs=EXPERT_KEYS[:2],
         usual_values={"expert_gating_func": 2},
     ),
     "olmoe": GgufArchitecture(
         "OlmoeForCausalLM",
         {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
         own_keys.olmoe,
-        needs=_EXPERT_KEYS[:2],
+        needs=EXPERT_KEYS[:2],
     ),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH}),
     "seed_oss": GgufArchitecture(
@@ -344,7 +311,7 @@ _MIXTRAL = GgufArchitecture(
     {**names.USUAL, **names.MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.gate"},
     own_keys.mixtral,
     has_turned_heads=True,
-    needs=_EXPERT_KEYS[:2],
+    needs=EXPERT_KEYS[:2],
 )
 _OLMO3 = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", own_keys=own_keys.olmo3)
 # These are in the config, as the scaling of the rope.
@@ -367,4 +334,8 @@ def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
         return name, _OLMO3
     if name == "deepseek2" and file.metadata.get("deepseek2.expert_gating_func", 1) != 1:
         return name, _DEEPSEEK_V3
+    if name == "granitehybrid" and not file.metadata.get("granitehybrid.expert_count"):
+        return name, GRANITE_HYBRID_DENSE
+    if name == "mistral3" and not file.metadata.get("mistral3.attention.temperature_scale"):
+        return name, ARCHITECTURES["llama"]
     return name, ARCHITECTURES[name]

@@ -28,6 +28,8 @@ _REFUSED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.scale",
+    "attention.temperature_length",
+    "attention.temperature_scale",
     "embedding_scale",
     "expert_weights_scale",
     "logit_scale",
@@ -71,9 +73,10 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     start = f"{name}."
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
     names = {**_KEYS, **dict([architecture.norm_epsilon])}
-    names = {key: ours for key, ours in names.items() if key in values or key not in architecture.lacks}
     # Some converters write one number for each layer, even where all are the same.
     values |= {key: _same(values[key]) for key in (*names, "attention.head_count_kv") if key in values}
+    is_number = {key: type(values.get(key)) in (int, float) for key in names}
+    names = {key: ours for key, ours in names.items() if is_number[key] or key not in architecture.lacks}
     for key in (*names, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
         value = values.get(key)
         if type(value) not in (int, float):
@@ -88,6 +91,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
         )
     heads = values["attention.head_count"]
+    of_layers = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or heads < 1:
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
@@ -113,11 +117,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
+        **{key: name in of_layers for key, name in architecture.present.items()},
         **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "rope_parameters": {
-            **_rope(file, start, values, head_size, architecture.is_latent),
+            **_rope(file, start, values, head_size, architecture.steepness),
             **architecture.rope_parameters,
         },
         "dtype": _dtype(file, architecture),
@@ -140,7 +144,9 @@ def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 
 
-def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int, is_latent: bool) -> dict[str, Any]:
+def _rope(
+    file: GgufFile, start: str, values: Mapping[str, Any], head_size: int, steepness: float | None
+) -> dict[str, Any]:
     """Returns the rope parameters. Factors of frequencies are LongRoPE's, of which Llama 3.1's scaling is a case."""
     scaling = {key.removeprefix("rope.scaling."): value for key, value in values.items() if "rope.scaling." in key}
     kind = scaling.get("type", "none")
@@ -156,11 +162,13 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int,
         usual = 0.1 * math.log(max(scaling.get("factor") or 1, 1)) + 1
         if not any(math.isclose(scaling.get("yarn_attn_factor", 1.0), known, rel_tol=1e-4) for known in (1.0, usual)):
             raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known is yarn_attn_factor {usual:.4f}")
-    # DeepSeek makes logits steeper by a multiple of the logarithm of the factor, of which files have a tenth.
-    if (steeper := scaling.get("yarn_log_multiplier")) and not is_latent:
+    # DeepSeek makes logits steeper by a multiple of the logarithm of the factor.
+    if (steeper := scaling.get("yarn_log_multiplier")) and steepness is None:
         raise ValueError(f"{file.path} has {start}rope.scaling.yarn_log_multiplier {steeper!r}: not supported")
-    if steeper:
-        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * steeper, 6))
+    if steeper and steepness is not None:
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), round(steepness * steeper, 6))
+    if beta := values.get("attention.temperature_scale"):
+        parameters["llama_4_scaling_beta"] = beta
     if (extra := scaling.get("attn_factor", 1.0)) != 1.0 and LONG_FACTORS not in file.tensors:
         raise ValueError(f"{file.path} has {start}rope.scaling.attn_factor {extra!r}: it is known with LongRoPE only")
     if ROPE_FACTORS in file.tensors and kind != "none":

@@ -44,10 +44,8 @@ LATENT = {
 }
 LINEAR = {"ssm_norm": "linear_attn.norm", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias"}
 EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
-MIXTRAL_EXPERTS = {
-    f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
-    for half, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
+HALVES = {"gate": "w1", "up": "w3", "down": "w2"}
+MIXTRAL_EXPERTS = {f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}" for half, name in HALVES.items()}
 HYBRID = {**USUAL, **HEAD_NORMS, **LINEAR, "post_attention_norm": "post_attention_layernorm"}
 CONVOLUTION = {
     "attn_norm": "operator_norm",
@@ -72,4 +70,27 @@ ALT_UP = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+}
+MAMBA2 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_out": "mamba.out_proj",
+}
+# Each layer is a mixer of some kind.
+MIXER = {
+    **{name: own.replace("mamba.", "mixer.") for name, own in MAMBA2.items()},
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    **{f"ffn_{half}_exps": f"mixer.experts.*.{half}_proj" for half in ("up", "down")},
+    **{f"ffn_{half}_shexp": f"mixer.shared_experts.{half}_proj" for half in ("up", "down")},
 }

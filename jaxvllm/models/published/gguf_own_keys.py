@@ -208,14 +208,83 @@ def hunyuan_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def lfm2(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns which layers attend: the others have no heads of keys."""
-    heads = values.get("attention.head_count_kv")
-    heads = heads if isinstance(heads, list) else [heads] * values["block_count"]
+    heads = _of_layers(values, "attention.head_count_kv")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
         "conv_L_cache": values["shortconv.l_cache"],
         "block_auto_adjust_ff_dim": False,
     }
+
+
+def lfm2_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        **lfm2(values),
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "num_dense_layers": values["leading_dense_block_count"],
+        "norm_topk_prob": values.get("expert_weights_norm", True),
+        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
+    }
+
+
+def granite_hybrid(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of Granite 4, whose layers without heads of keys are Mamba-2."""
+    heads, kv_heads = values["ssm.time_step_rank"], _of_layers(values, "attention.head_count_kv")
+    return {
+        **granite(values),
+        "num_local_experts": values.get("expert_count", 0),
+        "num_experts_per_tok": values.get("expert_used_count", 1) or 1,
+        "shared_intermediate_size": values.get("expert_shared_feed_forward_length", values["feed_forward_length"]),
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else "nope",
+        "mamba_n_heads": heads,
+        "mamba_d_head": values["ssm.inner_size"] // max(heads, 1),
+        "mamba_n_groups": values["ssm.group_count"],
+        "mamba_d_state": values["ssm.state_size"],
+        "mamba_d_conv": values["ssm.conv_kernel"],
+        "mamba_expand": values["ssm.inner_size"] // values["embedding_length"],
+    }
+
+
+def nemotron_h(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of Nemotron-H. A layer attends, or has an FFN, or is Mamba-2."""
+    count = values["block_count"] - values.get("nextn_predict_layers", 0)
+    kv_heads, sizes = (_of_layers(values, key)[:count] for key in ("attention.head_count_kv", "feed_forward_length"))
+    heads, ffn = values["ssm.time_step_rank"], "moe" if values.get("expert_count") else "mlp"
+    kinds = ["attention" if kv else ffn if size else "mamba" for kv, size in zip(kv_heads, sizes, strict=True)]
+    keys = {
+        "num_key_value_heads": max(kv_heads),
+        "intermediate_size": max(sizes),
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": values["ssm.inner_size"] // max(heads, 1),
+        "n_groups": values["ssm.group_count"],
+        "ssm_state_size": values["ssm.state_size"],
+        "conv_kernel": values["ssm.conv_kernel"],
+    }
+    if ffn == "mlp":
+        return keys
+    return keys | {
+        "n_routed_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "moe_shared_expert_intermediate_size": values["expert_shared_feed_forward_length"],
+        "n_shared_experts": values["expert_shared_count"],
+        "moe_latent_size": values.get("moe_latent_size"),
+        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": values.get("expert_weights_norm", True),
+        "n_group": values.get("expert_group_count", 1),
+        "topk_group": values.get("expert_group_used_count", 1),
+    }
+
+
+def _of_layers(values: Mapping[str, Any], key: str) -> list[Any]:
+    """Returns a number for each layer, where one number is that of all."""
+    found = values.get(key)
+    return found if isinstance(found, list) else [found] * values["block_count"]
 
 
 def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,6 +23,10 @@ def _of_keys_and_values(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> Sh
     return concatenated([keys.turned, values], axis=1).merged
 
 
+def _flat(parts: Sequence[ShapedPart], _: Mapping[str, Any]) -> ShapedPart:
+    return parts[0].flat
+
+
 def _in_one(axis: int, are_turned: bool = False) -> _Make:
     """Returns the function that puts tensors one after another."""
 
@@ -85,6 +89,23 @@ GRANITE_MOE = {
     "block_sparse_moe.input_linear.weight": RebuiltTensor(
         ("ffn_gate_exps.weight", "ffn_up_exps.weight"), _in_one(axis=1)
     ),
+}
+# Tensors of Mamba-2, by their names in a mixer. A file has the norm by groups.
+_MAMBA2 = {
+    "A_log": RebuiltTensor(("ssm_a",), lambda parts, values: _logarithm(parts, values).flat),
+    "D": RebuiltTensor(("ssm_d",), _flat),
+    "norm.weight": RebuiltTensor(("ssm_norm.weight",), _flat),
+}
+NEMOTRON_H = {f"mixer.{name}": tensor for name, tensor in _MAMBA2.items()}
+GRANITE_HYBRID = {
+    **GRANITE_MOE,
+    **{f"mamba.{name}": tensor for name, tensor in _MAMBA2.items()},
+    "shared_mlp.input_linear.weight": RebuiltTensor(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), _in_one(axis=0)),
+}
+# Without experts, what is beside them is the FFN.
+GRANITE_HYBRID_DENSE = {
+    **GRANITE_HYBRID,
+    "shared_mlp.input_linear.weight": RebuiltTensor(("ffn_gate.weight", "ffn_up.weight"), _in_one(axis=0)),
 }
 QWEN3_NEXT = {
     "linear_attn.in_proj_qkvz.weight": RebuiltTensor(("attn_qkv.weight", "attn_gate.weight"), _by_key_head),

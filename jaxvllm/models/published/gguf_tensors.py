@@ -79,6 +79,7 @@ class GgufTensors:
         if architecture.has_turned_heads:
             queries = file.metadata.get(f"{name}.attention.head_count")
             keys = file.metadata.get(f"{name}.attention.head_count_kv", queries)
+            keys = max(keys) if isinstance(keys, list) else keys  # layers of other kinds have none
             heads = {"self_attn.q_proj": queries, "self_attn.k_proj": keys}
         types: dict[int, BlockType] = {}
         for stored_name, tensor in file.tensors.items():

@@ -3,6 +3,7 @@
 Whatever is made, only those parts of the stored tensors are read that a box of it needs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,6 +58,15 @@ class ShapedPart:
             return np.concatenate(found)
 
         return ShapedPart(values, (count * rows, columns))
+
+    @property
+    def flat(self) -> "ShapedPart":
+        """The same values as a vector. They are read whole."""
+
+        def values(box: Box) -> np.ndarray:
+            return self.part(Box.whole(self.shape)).reshape(-1)[box.index((0,))]
+
+        return ShapedPart(values, (math.prod(self.shape),))
 
     def reshaped(self, shape: tuple[int, ...]) -> "ShapedPart | None":
         """Returns the same values in another shape that differs in axes of one element alone, or None."""

@@ -43,6 +43,7 @@ HEADS = {24: 32}
 # The rows of queries and keys of heads of 20, which have 16 then.
 KEYS = {80: 64, 40: 32, 20: 16}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+STEEP = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
 
@@ -82,6 +83,8 @@ def load(path: Path, size: int = 1) -> Any:
         ("gemma", KEYS, {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}, 1),
         ("cohere-plus", {48: 96, 16: 32, 8: 16}, {"hidden_size": 96, "layer_norm_eps": 1e-5}, 1),
         ("cohere2", HEADS, {"sliding_window_pattern": 4, "layer_norm_eps": 1e-5}, 1),
+        ("nemotron", KEYS, {"head_dim": 16, **HALF}, 1),
+        ("ministral3", KEYS, {"head_dim": 16, "rope_parameters": STEEP}, 1),
         ("exaone4", {**HEADS, 12: 16}, {"sliding_window_pattern": 4}, 1),
         ("starcoder2", HEADS, {"sliding_window": 4096}, 1),
         ("seed_oss", KEYS, {"head_dim": 16}, 1),
@@ -105,6 +108,12 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
         if name == "gemma3":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(8.0)
+        if name == "ministral3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(8.0)
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_yarn_log_mul(1.0)
+            writer.add_attn_temperature_scale(0.5)
         if name == "olmo3":
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(8.0)

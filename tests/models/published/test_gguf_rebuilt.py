@@ -172,6 +172,76 @@ def add_gemma3n(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
 
 
+def lfm2_moe(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    for half, own in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        if ".experts." in name and name.endswith(f"{own}.weight"):
+            return {f"ffn_{half}_exps.weight": data[None]}
+    return {"exp_probs_b.bias": data} if name.endswith("expert_bias") else lfm2(name, data, config)
+
+
+def add_lfm2_moe(writer: gguf.GGUFWriter, _: Config) -> None:
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def mamba2(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    """Mamba-2 in a hybrid, and the shared FFN of Granite."""
+    groups = config.get("mamba_n_groups", config.get("n_groups"))
+    start, _, own = name.rpartition("mamba." if ".mamba." in name else "mixer.")
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(data, 2)
+        end = "_shexp" if config["num_local_experts"] else ""
+        return {f"ffn_gate{end}.weight": gate, f"ffn_up{end}.weight": up}
+    if name.endswith("shared_mlp.output_linear.weight"):
+        return {f"ffn_down{'_shexp' if config['num_local_experts'] else ''}.weight": data}
+    match own if start else "":
+        case "A_log":
+            return {"ssm_a": -np.exp(data)[:, None]}
+        case "D":
+            return {"ssm_d": data[:, None]}
+        case "dt_bias":
+            return {"ssm_dt.bias": data}
+        case "norm.weight":
+            return {"ssm_norm.weight": data.reshape(groups, -1)}
+        case "conv1d.weight":
+            return {"ssm_conv1d.weight": data[:, 0]}
+        case "gate.e_score_correction_bias":
+            return {"exp_probs_b.bias": data}
+    if (found := granite_moe(name, data, config)) is not None:
+        return found
+    for half in ("up", "down"):
+        if ".mixer.experts." in name and name.endswith(f"{half}_proj.weight"):
+            return {f"ffn_{half}_exps.weight": data[None]}
+    return None
+
+
+def add_granite_hybrid(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["mamba_n_heads"]
+    writer.add_ssm_inner_size(heads * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_conv_kernel(config.get("mamba_d_conv", 4))
+    writer.add_rope_scaling_finetuned(config.get("position_embedding_type") == "rope")
+
+
+def add_nemotron_h(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["mamba_num_heads"]
+    writer.add_ssm_inner_size(heads * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_expert_shared_count(1)
+
+
+NO_LIMIT = {"time_step_limit": None, "time_step_min": None}
+SHORT = {"rms_norm_eps": 1e-5, "conv_L_cache": 3}
+WITHOUT_LAST = {"num_hidden_layers": 6, "hybrid_override_pattern": "MEM*EM"}
+NEMOTRON = {
+    "num_key_value_heads": [0, 0, 0, 2, 0, 0],
+    "intermediate_size": [0, 104, 0, 0, 104, 0],
+    "rms_norm_eps": 1e-4,
+}
 FLAT = {"rope_theta": 20_000.0, "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192}
 STEEP = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LINEAR = {"rope_parameters": None, "partial_rotary_factor": 0.25}
@@ -181,6 +251,10 @@ CASES = (
     Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, more=add_latent),
     Case("ernie4_5_moe", ernie, {}, more=add_ernie),
     Case("gemma3n", gemma3n, {}, {"intermediate_size": [104] * 7}, add_gemma3n),
+    Case("granitemoehybrid", mamba2, NO_LIMIT, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
+    Case("granitemoehybrid-dense", mamba2, {}, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
+    Case("lfm2_moe", lfm2_moe, {"norm_eps": 1e-5}, {"num_key_value_heads": [0, 2, 0, 2], **SHORT}, add_lfm2_moe),
+    Case("nemotron_h", mamba2, NO_LIMIT | WITHOUT_LAST, NEMOTRON, add_nemotron_h),
     Case("hunyuan_moe", lambda *_: None, {}, more=add_hunyuan),
     Case("lfm2", lfm2, {}, {"intermediate_size": 96, "num_key_value_heads": [0, 0, 2, 0, 2], "rms_norm_eps": 1e-4}),
     Case("llama4", llama4, {"rope_parameters": None, "attn_scale": None, **FLAT}, more=add_llama4),
@@ -236,8 +310,8 @@ def written(case: Case, fixture: Fixture, config: Config, path: Path) -> dict[st
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
 def test_a_file_is_the_same_model_as_its_checkpoint(case: Case, tmp_path: Path) -> None:
     fixture = Fixture.load(case.fixture)
-    if case.fixture.startswith("qwen"):
-        fixture = as_converted(fixture, case.changes.get("num_hidden_layers", fixture.config["num_hidden_layers"]))
+    if case.fixture.startswith(("qwen", "nemotron")):
+        fixture = as_converted(fixture, case.changes.get("num_hidden_layers", fixture.config.get("num_hidden_layers")))
     config = {
         key: value for key, value in sized(fixture, **case.changes).items() if case.changes.get(key, 0) is not None
     }
