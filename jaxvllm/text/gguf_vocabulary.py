@@ -104,6 +104,7 @@ RULES: Mapping[str, WordRule] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _GPT4,  # which Phi-4 and OLMo 2 have
     "smaug-bpe": _GPT4,  # SmolLM3
     "glm4": _GPT4,

@@ -144,7 +144,7 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     by_case, deepseek = ("gpt-4o", "llama4", "minimax-m2", "tekken"), ("hunyuan-dense", "deepseek-v3")
     digits = ["1", "2", "1"] if pre in (*by_one, "hunyuan", "qwen35") else ["121"]
     last = ["Ġa", "B"] if pre in by_case else ["Ġ", "aB"]
-    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
     assert tokens == [*(["<e>"] if has_bos else []), *digits, "Ġ", "ab", "'s", *last]
     # A word that is a token needs no merges under some rules.
     whole = [found.backend.id_to_token(token_id) for token_id in found.encode("bab", add_special_tokens=False)]

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxvllm.gguf_file import GgufFile
 from jaxvllm.models.families import find_family
+from jaxvllm.models.hf_config import MOST_LAYERS
 from jaxvllm.models.published.gguf_architecture import GgufArchitecture
 from jaxvllm.models.published.gguf_architectures import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from jaxvllm.models.published.gguf_blocks import BlockType
@@ -81,6 +82,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
+    if type(values["block_count"]) is not int or values["block_count"] > MOST_LAYERS:
+        raise ValueError(f"{file.path} has {values['block_count']!r} layers: models have {MOST_LAYERS} at most")
     refused = set(_REFUSED) - set(architecture.understood)
     changing = sorted(key for key in refused if values.get(key, 0) not in (0, _NEUTRAL.get(key, 0)))
     usual_values = {**_USUAL_VALUES, **architecture.usual_values}
@@ -110,6 +113,11 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
     if not architecture.is_latent and values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
+    try:
+        rope = _rope(file, start, values, head_size, architecture.steepness)
+        own = architecture.own_keys(values)
+    except (TypeError, ArithmeticError) as error:
+        raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
     return {
         "architectures": [architecture.family],
         **{ours: values[key] for key, ours in names.items()},
@@ -120,12 +128,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         **{key: name in of_layers for key, name in architecture.present.items()},
         **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
-        "rope_parameters": {
-            **_rope(file, start, values, head_size, architecture.steepness),
-            **architecture.rope_parameters,
-        },
+        "rope_parameters": {**rope, **architecture.rope_parameters},
         "dtype": _dtype(file, architecture),
-        **architecture.own_keys(values),
+        **own,
     }
 
 

@@ -1,6 +1,7 @@
 """`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read."""
 
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from jaxvllm.models.weight_names import Source
 
 _MOST_EXPERTS = 4096
 # Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
-_THREADS = 2
+_THREADS = min(8, os.cpu_count() or 1)
 _PIECE = 1 << 20
 
 
@@ -127,7 +128,10 @@ class GgufTensors:
             raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
         place = self.places[name]
         if place.rebuilt is not None:
-            made = place.rebuilt.make([self._whole(one, dtype) for one in place.names], self.values)
+            try:
+                made = place.rebuilt.make([self._whole(one, dtype) for one in place.names], self.values)
+            except (ValueError, IndexError) as error:
+                raise ValueError(f"{self.where(name)} makes no {name}: {error}") from error
             if (fitting := made.reshaped(shape)) is None:
                 raise ValueError(
                     f"{self.where(name)} makes {name} of shape {made.shape}, and the metadata make it {shape}"

@@ -31,7 +31,12 @@ class ShapedPart:
         return ShapedPart(lambda box: function(self.part(box)), self.shape)
 
     def ordered(self, axis: int, places: np.ndarray) -> "ShapedPart":
-        """Returns a tensor whose element i along an axis is that at `places[i]` here. Neighbours are read together."""
+        """Returns a tensor whose element i along an axis is that at `places[i]` here. Neighbours are read together.
+
+        Raises ValueError unless there are as many places as elements.
+        """
+        if self.shape[axis] != len(places):
+            raise ValueError(f"a tensor of shape {self.shape} should have {len(places)} elements along axis {axis}")
 
         def values(box: Box) -> np.ndarray:
             own = places[box.start[axis] : box.stop[axis]]
@@ -42,7 +47,7 @@ class ShapedPart:
             found = [self.part(_cut(box, axis, int(run[0]), int(run[-1]) + 1)) for run in runs]
             return np.concatenate(found, axis)
 
-        return ShapedPart(values, (*self.shape[:axis], len(places), *self.shape[axis + 1 :]))
+        return ShapedPart(values, self.shape)
 
     @property
     def merged(self) -> "ShapedPart":
@@ -86,6 +91,8 @@ class ShapedPart:
 def concatenated(parts: Sequence[ShapedPart], axis: int) -> ShapedPart:
     """Returns the values of all parts, one after another along an axis. Raises ValueError if they do not fit."""
     shapes = [list(part.shape) for part in parts]
+    if any(len(shape) <= axis for shape in shapes):
+        raise ValueError(f"tensors of the shapes {' and '.join(str(part.shape) for part in parts)} lack an axis")
     ends = list(accumulate(shape.pop(axis) for shape in shapes))
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"tensors of the shapes {' and '.join(str(part.shape) for part in parts)} are no one tensor")

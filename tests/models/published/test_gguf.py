@@ -318,6 +318,11 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     refused("must have a number general.file_type", more=lambda file: file.add_array("general.file_type", [1, 2]))
     key = "llama.nextn_predict_layers"
     refused(f"must have a number {key}, not '1'", more=lambda file: file.add_string(key, "1"))
+
+    def with_layers(file: gguf.GGUFWriter) -> None:
+        file.kv_data[0]["llama.block_count"].value = 20_000
+
+    refused("model.gguf has 20000 layers: models have 10000 at most", more=with_layers)
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))

@@ -307,20 +307,84 @@ def written(case: Case, fixture: Fixture, config: Config, path: Path) -> dict[st
     return rounded | kept
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
-def test_a_file_is_the_same_model_as_its_checkpoint(case: Case, tmp_path: Path) -> None:
+def as_written(case: Case) -> tuple[Fixture, dict[str, Any]]:
+    """The fixture that is written, and its config."""
     fixture = Fixture.load(case.fixture)
     if case.fixture.startswith(("qwen", "nemotron")):
         fixture = as_converted(fixture, case.changes.get("num_hidden_layers", fixture.config.get("num_hidden_layers")))
     config = {
         key: value for key, value in sized(fixture, **case.changes).items() if case.changes.get(key, 0) is not None
     }
+    return fixture, config
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
+def test_a_file_is_the_same_model_as_its_checkpoint(case: Case, tmp_path: Path) -> None:
+    fixture, config = as_written(case)
     path = tmp_path / "model.gguf"
     plain = write_model(tmp_path / "plain", config, written(case, fixture, config, path))
     spec = model_spec(config)
     assert model_spec(checkpoint.read_config(path)) == spec
     options: dict[str, Any] = {"dtype": jnp.float32, "layout": "separate"}
     chex.assert_trees_all_equal(checkpoint.load(path, spec, **options), checkpoint.load(plain, spec, **options))
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "shape", "message"),
+    [
+        (
+            0,
+            "blk.1.attn_k_b.weight",
+            (6, 20, 12),
+            r"attn_k_b.weight makes no .*: tensors of the shapes .* no one tensor",
+        ),
+        (0, "blk.1.attn_v_b.weight", (7, 11, 20), r"attn_k_b.weight makes .* of shape \(161, 20\), and the metadata"),
+        (
+            0,
+            "blk.1.attn_v_b.weight",
+            (140, 10),
+            "attn_k_b.weight makes no .*: tensors of the shapes .* are no one tensor",
+        ),
+        (
+            -2,
+            "blk.0.attn_qkv.weight",
+            (255, 48),
+            r"attn_qkv.weight makes no .*: .*\(255, 48\) should have 256 elements",
+        ),
+        (-2, "blk.0.ssm_a", (8, 2), r"ssm_a makes .*A_log of shape \(8, 2\), and the metadata make it \(8,\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(
+    number: int, name: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    case, path = CASES[number], tmp_path / "model.gguf"
+    other = replace(case, in_file=lambda own, data, config: changed(case.in_file(own, data, config), own, name, shape))
+    fixture, config = as_written(other)
+    written(other, fixture, config, path)
+    with pytest.raises(ValueError, match=f"model.gguf: tensor blk.*{message}"):
+        checkpoint.load(path, model_spec(config), dtype=jnp.float32, layout="separate")
+
+
+def changed(own: Tensors | None, name: str, which: str, shape: tuple[int, ...]) -> Tensors | None:
+    """The tensors of a file, of which one has another shape."""
+    _, layer, end = which.split(".", 2)
+    if own is None or end not in own or f".layers.{layer}." not in name:
+        return own
+    return {**own, end: np.full(shape, -1, np.float32)}
+
+
+def test_metadata_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path, case = tmp_path / "model.gguf", CASES[0]
+    fixture, config = as_written(case)
+
+    def words(writer: gguf.GGUFWriter, config: Config) -> None:
+        case.more(writer, config)
+        writer.kv_data[0]["deepseek2.attention.key_length_mla"].value = "20"
+        writer.kv_data[0]["deepseek2.attention.key_length_mla"].type = gguf.GGUFValueType.STRING
+
+    written(replace(case, more=words), fixture, config, path)
+    with pytest.raises(ValueError, match=r"model.gguf has keys of deepseek2 that are no numbers where it needs some"):
+        checkpoint.read_config(path)
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
