@@ -82,6 +82,25 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**names.USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         own_keys.phi3,
     ),
+    "afmoe": GgufArchitecture(
+        "AfmoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+        },
+        own_keys.afmoe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count", *_WINDOW_KEY),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2, "expert_weights_norm": True},
+    ),
     "arcee": GgufArchitecture("ArceeForCausalLM", names.USUAL, has_turned_heads=True),
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM",
@@ -116,6 +135,22 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH},
         own_keys.exaone4,
         refused=("nextn_predict_layers",),  # EXAONE 4.5
+    ),
+    "exaone-moe": GgufArchitecture(
+        "ExaoneMoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            **names.NEXT_TOKENS,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        },
+        own_keys.exaone_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count", *_WINDOW_KEY),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2},
     ),
     "gemma3n": GgufArchitecture(
         "Gemma3nForCausalLM",

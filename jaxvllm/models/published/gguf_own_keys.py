@@ -186,6 +186,30 @@ def exaone4(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return olmo3(values) if values.get("attention.sliding_window") else {"sliding_window": None}
 
 
+def exaone_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        **glm4_moe(values),
+        **olmo3(values),
+        "num_experts": values["expert_count"],
+        "num_shared_experts": values["expert_shared_count"],
+    }
+
+
+def afmoe(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Files do not say that embeddings are scaled, nor which layers see everything: every fourth, as in all models.
+    return {
+        "num_experts": values["expert_count"],
+        "num_experts_per_tok": values["expert_used_count"],
+        "moe_intermediate_size": values["expert_feed_forward_length"],
+        "num_shared_experts": values["expert_shared_count"],
+        "num_dense_layers": values["leading_dense_block_count"],
+        "route_scale": values.get("expert_weights_scale", 1.0),
+        "sliding_window": values["attention.sliding_window"],
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
+    }
+
+
 def ernie4_5_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "moe_num_experts": values["expert_count"],

@@ -179,7 +179,11 @@ def lfm2_moe(name: str, data: np.ndarray, config: Config) -> Tensors | None:
     return {"exp_probs_b.bias": data} if name.endswith("expert_bias") else lfm2(name, data, config)
 
 
-def add_lfm2_moe(writer: gguf.GGUFWriter, _: Config) -> None:
+def afmoe(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    return {"exp_probs_b.bias": data} if name.endswith("expert_bias") else None
+
+
+def add_sigmoid(writer: gguf.GGUFWriter, _: Config) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -249,11 +253,13 @@ EVERY_THIRD = {"full_attention_interval": 3, "linear_conv_kernel_dim": 4}
 CASES = (
     Case("deepseek_v2", latent, {}, more=add_latent),
     Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, more=add_latent),
+    Case("afmoe", afmoe, {"global_attn_every_n_layers": 4, "rms_norm_eps": 1e-5}, more=add_sigmoid),
+    Case("exaone_moe", lambda *_: None, {"sliding_window_pattern": 4, "norm_topk_prob": True}, more=add_sigmoid),
     Case("ernie4_5_moe", ernie, {}, more=add_ernie),
     Case("gemma3n", gemma3n, {}, {"intermediate_size": [104] * 7}, add_gemma3n),
     Case("granitemoehybrid", mamba2, NO_LIMIT, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
     Case("granitemoehybrid-dense", mamba2, {}, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
-    Case("lfm2_moe", lfm2_moe, {"norm_eps": 1e-5}, {"num_key_value_heads": [0, 2, 0, 2], **SHORT}, add_lfm2_moe),
+    Case("lfm2_moe", lfm2_moe, {"norm_eps": 1e-5}, {"num_key_value_heads": [0, 2, 0, 2], **SHORT}, add_sigmoid),
     Case("nemotron_h", mamba2, NO_LIMIT | WITHOUT_LAST, NEMOTRON, add_nemotron_h),
     Case("hunyuan_moe", lambda *_: None, {}, more=add_hunyuan),
     Case("lfm2", lfm2, {}, {"intermediate_size": 96, "num_key_value_heads": [0, 0, 2, 0, 2], "rms_norm_eps": 1e-4}),
