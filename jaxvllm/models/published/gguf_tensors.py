@@ -116,6 +116,9 @@ class GgufTensors:
         def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
             whole = decoded(self._part(source.name, source.shape, out.dtype), source)
             pieces = list(Box(start, out.shape).pieces(_PIECE))
+            if len(pieces) == 1:  # starting a thread takes as long as decoding 100,000 numbers
+                whole(out, start)
+                return
             with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
                 # `list` raises what a thread has raised.
                 list(threads.map(lambda piece: whole(out[piece.index(start)], piece.start), pieces))
@@ -167,11 +170,9 @@ class GgufTensors:
             if same is None or len(found) > 2:
                 raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
             return same.part
-        return (
-            self._whole(stored_name, dtype).part
-            if number is None
-            else values_of(tensor, where, kind, mapped, number, dtype)
-        )
+        if number is not None:
+            return values_of(tensor, where, kind, mapped, number, dtype)
+        return self._whole(stored_name, dtype).part
 
     def _whole(self, stored_name: str, dtype: DTypeLike) -> ShapedPart:
         """Returns the values of a tensor of the file. Vectors are in float32, because more is computed with them."""

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
+from jaxvllm.models.published import gguf_tensors
 from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
 from jaxvllm.models.tiling import Box
 from tests.gguf_files import sized, write_gguf
@@ -325,7 +326,10 @@ def as_written(case: Case) -> tuple[Fixture, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fixture)
-def test_a_file_is_the_same_model_as_its_checkpoint(case: Case, tmp_path: Path) -> None:
+def test_a_file_is_the_same_model_as_its_checkpoint(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_tensors, "_PIECE", 2000)  # so that several threads decode
     fixture, config = as_written(case)
     path = tmp_path / "model.gguf"
     plain = write_model(tmp_path / "plain", config, written(case, fixture, config, path))
