@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
     "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
     "Gemma3nForCausalLM": gguf.MODEL_ARCH.GEMMA3N,
     "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,

@@ -164,9 +164,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "embedding_length_per_layer_input",
         ),
         outside={
-            "per_layer_token_embd": "model.embed_tokens_per_layer",
-            "per_layer_model_proj": "model.per_layer_model_projection",
-            "per_layer_proj_norm": "model.per_layer_projection_norm",
+            **names.LAYER_EMBEDDINGS,
             "altup_proj": "model.altup_projections.*",
             "altup_unembd_proj": "model.altup_unembed_projections.*",
         },
@@ -253,6 +251,27 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         own_keys.granite,
         has_turned_heads=True,
         understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+    ),
+    "gemma4": GgufArchitecture(
+        "Gemma4ForCausalLM",
+        {
+            **names.USUAL,
+            **names.SANDWICH,
+            **names.HEAD_NORMS,
+            **names.LAYER_EMBEDDING,
+            **names.EXPERTS_BESIDE,
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        own_keys.gemma4,
+        needs=(
+            *_WINDOW_KEY,
+            "attention.key_length",
+            "attention.key_length_swa",
+            "attention.shared_kv_layers",
+            "embedding_length_per_layer_input",
+        ),
+        lacks=("feed_forward_length",),
+        outside=names.LAYER_EMBEDDINGS,
     ),
     "granitemoe": GgufArchitecture(
         "GraniteMoeForCausalLM",

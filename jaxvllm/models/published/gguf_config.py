@@ -1,6 +1,7 @@
 """Makes the config.json that a GGUF file would have, of its metadata and the shapes of its tensors."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxvllm.models.hf_config import MOST_LAYERS
 from jaxvllm.models.published.gguf_architecture import GgufArchitecture
 from jaxvllm.models.published.gguf_architectures import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
 from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_own_keys import LAYERS_WITH
 from jaxvllm.models.published.gguf_tensors import values_of
 from jaxvllm.models.tiling import Box
 
@@ -94,7 +96,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
         )
     heads = values["attention.head_count"]
-    of_layers = {name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk.")}
+    of_layers = Counter(name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk."))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or heads < 1:
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
@@ -115,8 +117,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
     try:
         rope = _rope(file, start, values, head_size, architecture.steepness)
-        own = architecture.own_keys(values)
-    except (TypeError, ArithmeticError) as error:
+        own = architecture.own_keys(values | {LAYERS_WITH: of_layers})
+    except (TypeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
     return {
         "architectures": [architecture.family],

@@ -58,7 +58,23 @@ CONVOLUTION = {
     "ffn_down": "feed_forward.w2",
     **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
 }
+LAYER_EMBEDDING = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+EXPERTS_BESIDE = {
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+    "ffn_down_exps.weight": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
 ALT_UP = {
+    **LAYER_EMBEDDING,
     "altup_correct_coef": "altup.correction_coefs",
     "altup_correct_scale.weight": "altup.correct_output_scale",
     "altup_predict_coef": "altup.prediction_coefs",
@@ -67,9 +83,6 @@ ALT_UP = {
     "laurel_l": "laurel.linear_left",
     "laurel_r": "laurel.linear_right",
     "laurel_post_norm": "laurel.post_laurel_norm",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
 }
 MAMBA2 = {
     "ssm_in": "mamba.in_proj",
@@ -93,4 +106,9 @@ MIXER = {
     "ffn_latent_up": "mixer.fc2_latent_proj",
     **{f"ffn_{half}_exps": f"mixer.experts.*.{half}_proj" for half in ("up", "down")},
     **{f"ffn_{half}_shexp": f"mixer.shared_experts.{half}_proj" for half in ("up", "down")},
+}
+LAYER_EMBEDDINGS = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
+# The key under which the metadata have how many layers have a tensor of each name.
+LAYERS_WITH = "layers with"
+
 
 def experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
@@ -324,6 +327,42 @@ def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:
         "hidden_size_per_layer_input": values["embedding_length_per_layer_input"],
         "activation_sparsity_pattern": [round(NormalDist().cdf(scale), 6) for scale in scales],
         "final_logit_softcapping": values.get("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma4(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the keys of Gemma 4, whose layers that see everything have larger heads, and perhaps fewer of them."""
+    kinds = _kinds(values)["layer_types"]
+    kv_heads, sizes = (_of_layers(values, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    of_full = [count for count, kind in zip(kv_heads, kinds, strict=True) if kind == "full_attention"]
+    of_sliding = [count for count, kind in zip(kv_heads, kinds, strict=True) if kind != "full_attention"]
+    with_values, with_keys = (values[LAYERS_WITH][f"attn_{one}.weight"] for one in "vk")
+    return {
+        "layer_types": kinds,
+        "head_dim": values["attention.key_length_swa"],
+        "global_head_dim": values["attention.key_length"],
+        "num_key_value_heads": of_sliding[0] if of_sliding else of_full[0],
+        "num_global_key_value_heads": of_full[0],
+        "attention_k_eq_v": with_values < with_keys,
+        "intermediate_size": min(sizes),
+        "use_double_wide_mlp": max(sizes) > min(sizes),
+        "sliding_window": values["attention.sliding_window"],
+        "num_kv_shared_layers": values["attention.shared_kv_layers"],
+        "hidden_size_per_layer_input": values["embedding_length_per_layer_input"],
+        "final_logit_softcapping": values.get("final_logit_softcapping"),
+        "enable_moe_block": bool(values.get("expert_count")),
+        "num_experts": values.get("expert_count"),
+        "top_k_experts": values.get("expert_used_count"),
+        "moe_intermediate_size": values.get("expert_feed_forward_length"),
+        # Files have the part of a head that turns as factors of frequencies: in all models it is a quarter.
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": values.get("rope.freq_base", 1_000_000.0),
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", 10_000.0)},
+        },
     }
 
 

@@ -247,6 +247,31 @@ NEMOTRON = {
     "intermediate_size": [0, 104, 0, 0, 104, 0],
     "rms_norm_eps": 1e-4,
 }
+
+
+def gemma4(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    names = {
+        "layer_scalar": "layer_output_scale.weight",
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+        "experts.down_proj": "ffn_down_exps.weight",
+    }
+    return next(({own: data} for end, own in names.items() if name.endswith(end)), None)
+
+
+def add_gemma4(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_key_length_swa(16)
+    writer.add_value_length_swa(16)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 3 + [1e30] * 9, np.float32))
+    if "num_kv_shared_layers" not in config:
+        writer.add_shared_kv_layers(0)
+    if "top_k_experts" in config:
+        writer.add_expert_used_count(config["top_k_experts"])
+
+
+FULL = {"head_dim": 24, "rope_theta": 1e6}
 FLAT = {"rope_theta": 20_000.0, "attention_chunk_size": 8192, "no_rope_layer_interval": 4, "floor_scale": 8192}
 STEEP = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 0.7}
 LINEAR = {"rope_parameters": None, "partial_rotary_factor": 0.25}
@@ -258,6 +283,9 @@ CASES = (
     Case("exaone_moe", lambda *_: None, {"sliding_window_pattern": 4, "norm_topk_prob": True}, more=add_sigmoid),
     Case("ernie4_5_moe", ernie, {}, more=add_ernie),
     Case("gemma3n", gemma3n, {}, {"intermediate_size": [104] * 7}, add_gemma3n),
+    Case("gemma4", gemma4, {}, {**FULL, "intermediate_size": [100] * 4 + [200] * 3}, add_gemma4),
+    Case("gemma4-experts", gemma4, {}, {**FULL, "intermediate_size": [100] * 3 + [200]}, add_gemma4),
+    Case("gemma4-keys", gemma4, {}, {**FULL, "num_key_value_heads": [2, 2, 1, 2, 2, 1]}, add_gemma4),
     Case("granitemoehybrid", mamba2, NO_LIMIT, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
     Case("granitemoehybrid-dense", mamba2, {}, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
     Case("lfm2_moe", lfm2_moe, {"norm_eps": 1e-5}, {"num_key_value_heads": [0, 2, 0, 2], **SHORT}, add_sigmoid),
