@@ -161,7 +161,6 @@ def build(
         reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
         lenient = config.structured_outputs_lenient
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
-        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     named = cache(lambda: model_name(config, resolved, directory))
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
@@ -248,6 +247,8 @@ def build(
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
+    if constraints is not None:
+        holders[0].programs.then(constraints.warm_up)  # which takes 1 s here, and as much in a process, for 152k tokens
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 

@@ -83,6 +83,9 @@ _QWEN2 = WordRule(_gpt4(""), composes=True)
 _GPT4, _GPT4O = WordRule(_gpt4("{1,3}")), WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?"))
 # As GPT-4's, but line breaks are no part of the signs before them.
 _SEED = WordRule((rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",))
+# As Qwen 2's, but marks are parts of words.
+_WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = WordRule((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",), composes=True)
 # Three digits, and then Chinese and kana, are cut off before. A sign belongs to the Latin letters after it.
 _DEEPSEEK3 = WordRule(
     (
@@ -101,6 +104,7 @@ RULES: Mapping[str, WordRule] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _GPT4,  # which Phi-4 and OLMo 2 have
     "smaug-bpe": _GPT4,  # SmolLM3
     "glm4": _GPT4,
@@ -109,7 +113,10 @@ RULES: Mapping[str, WordRule] = {
     "deepseek-r1-qwen": _QWEN2,
     "hunyuan": WordRule(_gpt4("")),
     "hunyuan-dense": _DEEPSEEK3,
+    "deepseek-v3": _DEEPSEEK3,
+    "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
     "minimax-m2": _GPT4O,
     "seed-coder": _SEED,
     "tekken": WordRule(_by_case("", ""), takes_whole=True, adds_bos=True),
