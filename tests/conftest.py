@@ -10,8 +10,10 @@ import sys
 # `make test-gpu` runs the tests of the kernels for GPUs on the one that is here.
 os.environ["JAX_PLATFORMS"] = "cuda" if "JAXVLLM_TEST_GPU" in os.environ else "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
-os.environ["NPROC"] = "16"
+# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting, and a
+# kernel has up to three. With 16 threads, each of which wakes for its part of a loop, tests/engine/test_stops.py took 26
+# seconds of the CPU and not 21.
+os.environ["NPROC"] = "8"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on the first
 # The processes that tests start would each compile our 450 modules: 0.4 s of the CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -26,6 +28,11 @@ import hypothesis
 import pytest
 
 from tests import run_cache
+
+# Engines in processes of their own compile quickly: see there.
+CHILDREN = str(Path(__file__).parent / "children")
+if CHILDREN not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILDREN, os.environ.get("PYTHONPATH"))))
 
 # A shared two-core machine is slow at times: that is no failure. CI tries the same examples every time, so
 # that a change is never blamed for what another day's luck would have found; here they are fresh.
