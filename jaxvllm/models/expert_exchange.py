@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from sharding.axis import ModelAxis, ReplicaAxis
 from sharding.whole_mesh import RaggedSizes, WholeMesh
 
-NOWHERE = -1  # in place of the expert that a token of padding would have chosen
+NOWHERE = -1  # in place of the experts of a token that is not needed
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Choices:
 
     experts: jax.Array  # i32[T, k]
     counts: jax.Array  # f32[T, k]: how much each of them counts
-    is_real: jax.Array | None  # bool[T]: False for padding; None: no token is padding
+    is_needed: jax.Array | None  # bool[T]: see `LayerInput`; None: all tokens are needed
 
 
 class ExpertExchange(Protocol):
@@ -97,10 +97,10 @@ class AllToAllExchange:
 
     def of_all(self, choices: Choices) -> Choices:
         """Returns the choices of all tokens, and of padding, so that a device's share of a replica has one size."""
-        assert choices.is_real is not None, "a step knows its padding"
+        assert choices.is_needed is not None, "a step knows its padding"
         more = -len(choices.experts) % self.mesh.axis.size
         experts, counts = (jnp.pad(x, ((0, more), (0, 0))) for x in (choices.experts, choices.counts))
-        return _gathered(Choices(experts, counts, jnp.pad(choices.is_real, (0, more))), self.mesh.replicas)
+        return _gathered(Choices(experts, counts, jnp.pad(choices.is_needed, (0, more))), self.mesh.replicas)
 
     def states(self, x: jax.Array, held: jax.Array, tokens: jax.Array) -> jax.Array:
         holders, size = self._holders(held), self.mesh.size
@@ -159,11 +159,11 @@ class AllToAllExchange:
 
 def _gathered(choices: Choices, replicas: ReplicaAxis) -> Choices:
     """Returns the choices of the tokens of all replicas, by one small all-gather."""
-    assert choices.is_real is not None, "a step knows its padding"
+    assert choices.is_needed is not None, "a step knows its padding"
     each = choices.experts.shape[1]
     counts = jax.lax.bitcast_convert_type(choices.counts, jnp.int32)
-    is_real = choices.is_real[:, None].astype(jnp.int32)
-    words = replicas.gather(jnp.concatenate([choices.experts, counts, is_real], axis=1))
+    is_needed = choices.is_needed[:, None].astype(jnp.int32)
+    words = replicas.gather(jnp.concatenate([choices.experts, counts, is_needed], axis=1))
     counts = jax.lax.bitcast_convert_type(words[:, each : 2 * each], jnp.float32)
     return Choices(words[:, :each], counts, words[:, -1] != 0)
 

@@ -204,11 +204,11 @@ class ExpertsFfn(ChoosingFfn):
         the part of the devices that have this one's place in their replicas.
         """
         exchange = self._exchange(given.axis)
-        choices = exchange.of_all(Choices(chosen, counts, given.is_real))
+        choices = exchange.of_all(Choices(chosen, counts, given.is_needed))
         num_tokens, each = choices.experts.shape
         held = _slots_of(weights[SLOTS], choices.experts) if self.has_slots else choices.experts
-        if choices.is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
-            held = jnp.where(choices.is_real[:, None], held, NOWHERE)
+        if choices.is_needed is not None:  # others choose no expert, whose matrices would be read for nothing
+            held = jnp.where(choices.is_needed[:, None], held, NOWHERE)
         own = held - self._first_held(given.axis) if self.is_by_expert else held
         is_here = (own >= 0) & (own < self.num_held)
         # Rows of experts that are elsewhere come last, and are not computed. A token has no expert twice.
