@@ -17,6 +17,7 @@ from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
+from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -99,10 +100,11 @@ def run_layers[Kv](
     is_real: jax.Array | None = None,
     is_read: jax.Array | None = None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None = None,
+    backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, and what `run_part` returns beside it."""
     x = begin_layers(params, spec, x)
-    ways = attend, axis, depths, embeddings, recur, is_real, is_read, count
+    ways = attend, axis, depths, embeddings, recur, is_real, is_read, count, backend
     x, states, kv = run_part(params, spec, x, positions, kv, *ways)
     return end_layers(params, spec, x), states, kv
 
@@ -138,6 +140,7 @@ def run_part[Kv](
     is_real: jax.Array | None,
     is_read: jax.Array | None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None,
+    backend: Backend,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns what the layers of a stage hand on, the states [N, T, E] after the first `depths[n]`, and the cache.
 
@@ -178,6 +181,7 @@ def run_part[Kv](
             is_needed,
             None if embeddings is None else embeddings[number],
             None if count is None else lambda kv, chosen: count(kv, chosen, number),
+            backend,
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:

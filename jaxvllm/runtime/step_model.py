@@ -141,7 +141,9 @@ def compute(
 
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
         counting = count if model.shape.counts_loads else None
-        x, states, kept = run_part(params, part, x, rows.positions, cache.without_choice(kept), *ways, counting)
+        x, states, kept = run_part(
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend
+        )
         return x, states, kept._replace(chosen=None)
 
     kept = cache_of(shard, with_tables, own_pages).begin
