@@ -5,6 +5,7 @@ Two ways have the same result: every device gets the tokens of all replicas, or 
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import jax
@@ -73,12 +74,27 @@ class GatherExchange:
 
     def sums(self, y: jax.Array, places: jax.Array, held: jax.Array, factors: jax.Array) -> jax.Array:
         is_here = (held >= self.first) & (held < self.first + self.num_held)
-        # Each token adds up its experts in the order of its choice, whoever else is in the step.
-        terms = y[places].reshape(*held.shape, -1).astype(jnp.float32) * factors[..., None]
-        terms = jnp.where(is_here[..., None], terms, 0)
+        parts = y, places.reshape(held.shape), is_here, factors
         if self.is_exact:
-            return self.axis.sum_terms(terms, self.replicas).astype(y.dtype)
-        return self.replicas.own_sum(terms.sum(1).astype(y.dtype))
+            return self.axis.sum_terms(_terms(*parts), self.replicas).astype(y.dtype)
+        # Each token adds up its experts in the order of its choice, whoever else is in the step.
+        sums = jax.lax.platform_dependent(*parts, cpu=_sum_in_turn, default=lambda *parts: _terms(*parts).sum(1))
+        return self.replicas.own_sum(sums.astype(y.dtype))
+
+
+def _terms(y: jax.Array, places: jax.Array, is_here: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns what the experts at `places` [..] return, times `factors`, and zeros for those that are elsewhere."""
+    return jnp.where(is_here[..., None], y[places].astype(jnp.float32) * factors[..., None], 0)
+
+
+def _sum_in_turn(y: jax.Array, *of_experts: jax.Array) -> jax.Array:
+    """Returns the sums of the terms of each token, one expert of all tokens after the other.
+
+    XLA:CPU has vectors for that, and none for a reduction of gathered rows, where 512 tokens of four experts took
+    255 us and not 106 (512 features, one thread of Zen 4).
+    """
+    num_terms = of_experts[0].shape[1]
+    return reduce(jnp.add, (_terms(y, *(x[:, nth] for x in of_experts)) for nth in range(num_terms)))
 
 
 @dataclass(frozen=True)
