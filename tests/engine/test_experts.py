@@ -46,6 +46,7 @@ def test_experts_on_devices(mesh: str, options: dict[str, object], directory: Pa
         else:  # the matrices are rounded, so the tokens are others, but as many
             assert list(map(len, tokens)) == list(map(len, FIXTURE.greedy)) and tokens != FIXTURE.greedy
         assert_scored_as_sampled(llm)
+        assert_same_bits_alone(llm)
         assert_idle(llm)
 
 
@@ -63,6 +64,17 @@ def assert_scored_as_sampled(llm: LLM) -> None:
     for token, before, after in pairs:
         assert after is not None
         assert after[token].logprob == pytest.approx(before[token].logprob, abs=1e-4)
+
+
+def assert_same_bits_alone(llm: LLM) -> None:
+    """Asserts that a prompt's log-probabilities have the same bits whatever shares its steps."""
+    params = replace(GREEDY, max_tokens=4, logprobs=0)
+
+    def sums(prompts: list[list[int]]) -> list[float | None]:
+        return [output.outputs[0].cumulative_logprob for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    prompts = FIXTURE.prompts[:3]
+    assert sums(prompts) == [sums([prompt])[0] for prompt in prompts]
 
 
 def test_experts_that_cannot_be_divided_are_refused(directory: Path, tmp_path: Path) -> None:
