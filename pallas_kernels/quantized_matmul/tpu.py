@@ -95,7 +95,7 @@ def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: Tpu
         if rows <= SUBLANES:
             raise NotImplementedError(
                 f"matrices of few bits with {size} inputs on a device have no room in the memory of a TPU's core: "
-                "divide them among more devices, or use the quantization int8 or fp8"
+                "divide them among more devices"
             )
         rows = padded(rows // 2, SUBLANES)
     return QuantizedBlocks(rows, columns, scales_sums=False)

@@ -14,7 +14,6 @@ from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.forms.tpu_groups import TpuGroups
 from jaxvllm.models.ops import InStack, project
 from pallas_kernels.backend import Backend
@@ -148,7 +147,7 @@ def test_is_chosen_for_tpus_where_groups_are_whole_registers() -> None:
     forms = FewBitsForms(Backend("tpu", CHIP), shards=2)
     assert forms.named("int4") == TpuGroups(ScaledGroups(UINT4, 128, "bfloat16", shards=2), CHIP)
     assert forms.named("int8") == TpuGroups(ScaledGroups(INT8, None, "float32", shards=2), CHIP)
-    assert isinstance(forms.named("fp8"), ScaledRows)
+    assert isinstance(forms.named("fp8"), TpuGroups)
     decl = ParamDecl((24, 40), (None, "ffn"), storage="matrix")
     with pytest.raises(ValueError, match="a multiple of 16 on a TPU, and one has 20: use another"):
         forms.named("int4").declare(decl)
