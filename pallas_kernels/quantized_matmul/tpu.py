@@ -130,12 +130,14 @@ def quantized_matmul(
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     assert x.shape[1] == w.size and w.size % INPUTS == 0 and num_columns % LANES == 0, (x.shape, w.codes.shape)
     assert INPUTS % w.group == 0 and w.group % PIECE == 0, w.group
-    num_rows = total = len(x)
     of_rows, specs = [x], [pl.BlockSpec((blocks.rows, w.size), lambda part, half, visit, tiles, *_: (tiles[visit], 0))]
-    if blocks.scales_sums:  # whose sums of a group are whole registers
-        total, of_rows = blocks.rows, _few_rows(x, w)
-        specs = [pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in of_rows]
-    visits = visits_of(starts, total, blocks.rows, first)
+    if blocks.scales_sums:  # whose sums of a group are whole registers; rows after the last one are arbitrary
+        of_rows = [x, *_group_sums(x, w)]
+        specs = [
+            pl.BlockSpec((padded(len(x), unit), array.shape[1]), lambda *_: (0, 0))
+            for array, unit in zip(of_rows, (PACKED_ROWS, SUBLANES), strict=False)
+        ]
+    visits = visits_of(starts, len(x), blocks.rows, first)
     matrices = [w.codes, w.scales, *([] if w.zeros is None else [w.zeros])]
     if not interpret:  # XLA would copy a stack that fits into VMEM there
         matrices = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in matrices]
@@ -150,7 +152,7 @@ def quantized_matmul(
             has_zeros=w.zeros is not None,
             chip=chip,
         ),
-        out_shape=jax.ShapeDtypeStruct((halves, total, num_columns), dtype),
+        out_shape=jax.ShapeDtypeStruct((halves, len(x), num_columns), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
             grid=grid,
@@ -179,20 +181,19 @@ def quantized_matmul(
         name="quantized_matmul",
     )
     out: jax.Array = call(*visits, *of_rows, *matrices)
-    return out[:, :num_rows].swapaxes(0, 1)
+    return out.swapaxes(0, 1)
 
 
-def _few_rows(x: jax.Array, w: QuantizedMatrices) -> list[jax.Array]:
-    """Returns rows [T, in], T a multiple of 16, and f32[T, in / group], the sums of their groups, if zeros need them.
+def _group_sums(x: jax.Array, w: QuantizedMatrices) -> list[jax.Array]:
+    """Returns f32[T, in / group], the sums of the groups of rows [T, in], if zeros are subtracted.
 
     There are as many sums as scales, whose rows after the last group have sums of 0.
     """
-    x = jnp.pad(x, ((0, -len(x) % PACKED_ROWS), (0, 0)))
     if w.zeros is None and not w.code.zero:
-        return [x]
+        return []
     # A product, because it is one operation for XLA, each of which has a cost. A reduction took a tenth more of it all.
     is_own = jnp.arange(w.size)[:, None] // w.group == jnp.arange(w.scales.shape[2])
-    return [x, jnp.dot(x, is_own.astype(x.dtype), preferred_element_type=jnp.float32)]
+    return [jnp.dot(x, is_own.astype(x.dtype), preferred_element_type=jnp.float32)]
 
 
 def _kernel(

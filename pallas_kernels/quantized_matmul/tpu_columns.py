@@ -72,7 +72,7 @@ class ColumnBlock:
 
     @property
     def _minus(self) -> float:
-        """What is subtracted from all numbers, if there are no zeros."""
+        """Returns what is subtracted from all numbers, if there are no zeros."""
         return (self.decoding.code.zero - self.decoding.base) / self.decoding.factor
 
     def sums_of_scaled(self, x: Any, columns: pl.Slice) -> jax.Array:

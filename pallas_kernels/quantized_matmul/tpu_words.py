@@ -53,7 +53,7 @@ def in_words[Codes: (np.ndarray, jax.Array)](code: Code, codes: Codes) -> Codes:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What codes are made into: numbers of eight bits. A code is number * factor + base, and factor a power of two."""
+    """Makes numbers of eight bits of codes. A code is its number * factor + base, and factor is a power of two."""
 
     code: Code
     dtype: Any
