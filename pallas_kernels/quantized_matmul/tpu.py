@@ -22,15 +22,15 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.chips import MIB, TpuChip
 from pallas_kernels.grouped_matmul.tpu import LANES, SUBLANES, VMEM_SHARE, padded, visits_of, with_rows, zero_new_tile
 from pallas_kernels.quantized_matmul.code import Code
-from pallas_kernels.quantized_matmul.tpu_columns import INPUTS, PIECE, ColumnBlock, chunk_of, unrolled_of, width_of
+from pallas_kernels.quantized_matmul.tpu_columns import CHUNK, INPUTS, PIECE, UNROLLED, ColumnBlock, width_of
 from pallas_kernels.quantized_matmul.tpu_words import bits_of, floats_of, numbers_of
 
 MOST_ROWS = 512  # of a tile: while so many are multiplied, the next numbers are made
 TILE_ROWS = 128  # of a tile with several groups of rows
-# Rows with those that are repeated for each of the groups that are multiplied together. With 32 rows and groups of 128,
-# sums took 67,000 bundles on v6e and 111,000 on v5e, and scaled numbers 70,000 and 169,000. With 64 rows the matrix
-# units decide: 104,000 and 185,000 against 84,000 and 187,000.
-MOST_REPEATED = 64
+# Few rows are at most a quarter of a group, because they are repeated for each. With 32 rows and groups of 128, sums
+# took 67,000 bundles on v6e and 111,000 on v5e, and scaled numbers 70,000 and 169,000. With 64 rows the matrix units
+# decide: 104,000 and 185,000 against 84,000 and 187,000.
+REPEATED = 4
 PACKED_ROWS = 16  # of a register of bfloat16
 BLOCK_BYTES = 2 * MIB  # of codes: larger blocks would only make the first fetch, which nothing hides, take longer
 
@@ -87,8 +87,7 @@ def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: Tpu
         return 2 * of_matrix + rows * of_rows <= chip.vmem_bytes * VMEM_SHARE
 
     few = padded(len(x), PACKED_ROWS)
-    is_few = few * (chunk_of(size) // w.group) <= MOST_REPEATED
-    if x.dtype == jnp.bfloat16 and is_few and has_room(few):
+    if x.dtype == jnp.bfloat16 and few * REPEATED <= w.group and has_room(few):
         return QuantizedBlocks(padded(len(x), SUBLANES), columns, scales_sums=True)
     rows = min(len(x), MOST_ROWS if num_groups == 1 else TILE_ROWS)
     while not has_room(rows):
@@ -104,8 +103,7 @@ def choose_blocks(x: jax.Array, w: QuantizedMatrices, num_groups: int, chip: Tpu
 def loop_lengths(w: QuantizedMatrices, blocks: QuantizedBlocks) -> tuple[int, ...]:
     """Returns how often the grid, the loop over columns and that over inputs turn, for one tile of rows."""
     parts = pl.cdiv(w.codes.shape[-1], blocks.columns) * w.codes.shape[1]
-    count = w.size // chunk_of(w.size)
-    return parts, blocks.columns // width_of(blocks.columns), count // unrolled_of(count)
+    return parts, blocks.columns // width_of(blocks.columns), w.size // (CHUNK * UNROLLED)
 
 
 def quantized_matmul(
@@ -147,7 +145,6 @@ def quantized_matmul(
             _kernel,
             code=w.code,
             group=w.group,
-            chunk=chunk_of(w.size),
             scales_sums=blocks.scales_sums,
             has_zeros=w.zeros is not None,
             chip=chip,
@@ -204,7 +201,6 @@ def _kernel(
     *refs: Any,
     code: Code,
     group: int,
-    chunk: int,
     scales_sums: bool,
     has_zeros: bool,
     chip: TpuChip,
@@ -221,7 +217,7 @@ def _kernel(
         # A product of two numbers in bfloat16 is rounded as if it were made in float32.
         is_exact = of_groups[0].dtype != jnp.float32 and rows.dtype == jnp.bfloat16
         dtype = jnp.bfloat16 if chip.computes_bf16 and is_exact and not scales_sums else jnp.float32
-        block = ColumnBlock(decoding, codes, kept[0], kept[1] if has_zeros else None, dtype, group, chunk)
+        block = ColumnBlock(decoding, codes, kept[0], kept[1] if has_zeros else None, dtype, group)
         block.begin(*of_groups)
         # One body for all of them: to compile the loops over inputs for 512 rows took 10 s when there were two.
         width = width_of(out.shape[1])

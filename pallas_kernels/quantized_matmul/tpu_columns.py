@@ -13,25 +13,15 @@ from pallas_kernels.grouped_matmul.tpu import LANES
 from pallas_kernels.quantized_matmul.tpu_words import BYTE_ROWS, WORD_ROWS, Decoding, bits_of, in_both_halves
 
 INPUTS = 128  # of which a matrix has a multiple, and a group a divisor
-# As many inputs as matrix units take are multiplied together, and so many products overlap.
+# As many inputs as matrix units take are multiplied together, and so many products overlap. The last 128 may be alone.
 CHUNK, UNROLLED = 256, 4
 COLUMNS = 512  # that are computed together: so many sums of a few rows stay in registers
 PIECE = 16  # the inputs of a register of bfloat16, of which a group has a multiple
 
 
-def chunk_of(size: int) -> int:
-    """Returns the inputs that are multiplied together, of so many."""
-    return CHUNK if size % CHUNK == 0 else INPUTS
-
-
 def width_of(columns: int) -> int:
     """Returns the columns that are computed together, of so many."""
     return next(width for width in (COLUMNS, 384, 256, LANES) if columns % width == 0)
-
-
-def unrolled_of(count: int) -> int:
-    """Returns how many chunks one turn of a loop takes, of so many."""
-    return next(length for length in (UNROLLED, 2, 1) if count % length == 0)
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,6 @@ class ColumnBlock:
     zeros: Any | None
     dtype: Any
     group: int
-    chunk: int
 
     def begin(self, scales: Any, zeros: Any | None = None) -> None:
         """Makes factors of the scales and zeros of a checkpoint."""
@@ -78,9 +67,9 @@ class ColumnBlock:
     def sums_of_scaled(self, x: Any, columns: pl.Slice) -> jax.Array:
         """Returns the product of rows [T, in] with these columns: f32[T, columns]."""
 
-        def add(number: jax.Array, sums: jax.Array) -> jax.Array:
-            pieces, first = [], number * (self.chunk // self.group)
-            for at, numbers in enumerate(self._numbers(number, columns)):
+        def add(number: jax.Array, size: int, sums: jax.Array) -> jax.Array:
+            pieces, first = [], number * (CHUNK // self.group)
+            for at, numbers in enumerate(self._numbers(number, size, columns)):
                 wide = numbers.astype(self.dtype)
                 for of_piece in range(0, BYTE_ROWS, PIECE):
                     group = first + (at * BYTE_ROWS + of_piece) // self.group
@@ -90,7 +79,7 @@ class ColumnBlock:
                     elif self._minus:
                         scaled = scaled - jnp.asarray(self._minus, self.dtype)
                     pieces.append(scaled * self._of_group(self.scales, group, columns))
-            part = x[:, pl.ds(pl.multiple_of(number * self.chunk, INPUTS), self.chunk)]
+            part = x[:, pl.ds(pl.multiple_of(number * CHUNK, INPUTS), size)]
             return sums + product(part, jnp.concatenate(pieces).astype(x.dtype))
 
         return self._over_chunks(add, x.shape[0], columns)
@@ -108,15 +97,15 @@ class ColumnBlock:
         T is a multiple of 16. `sums_of_groups` has f32[T, in / group] of these rows, if zeros are subtracted.
         """
 
-        def add(number: jax.Array, sums: jax.Array) -> jax.Array:
-            operand = jnp.concatenate(list(self._numbers(number, columns)))
+        def add(number: jax.Array, size: int, sums: jax.Array) -> jax.Array:
+            operand = jnp.concatenate(list(self._numbers(number, size, columns)))
             if operand.dtype == jnp.int8:
                 operand = operand.astype(self.dtype).astype(x.dtype)
-            rows = self._by_group(x[:, pl.ds(pl.multiple_of(number * self.chunk, INPUTS), self.chunk)])
+            rows = self._by_group(x[:, pl.ds(pl.multiple_of(number * CHUNK, INPUTS), size)])
             part = product(jnp.concatenate(rows), operand)
             for i in range(len(rows)):
                 own = part[i * x.shape[0] : i * x.shape[0] + num_rows]
-                sums = sums + own * self._of_group(self.scales, number * len(rows) + i, columns)
+                sums = sums + own * self._of_group(self.scales, number * (CHUNK // self.group) + i, columns)
             return sums
 
         sums = self._over_chunks(add, num_rows, columns)
@@ -130,7 +119,7 @@ class ColumnBlock:
     def _by_group(self, rows: jax.Array) -> list[jax.Array]:
         """Returns rows of a chunk for each of its groups, with zeros in the place of the inputs of others."""
         words = pltpu.bitcast(rows, jnp.int32)
-        tiles = [words[:, at : at + INPUTS] for at in range(0, self.chunk, INPUTS)]
+        tiles = [words[:, at : at + INPUTS] for at in range(0, rows.shape[1], INPUTS)]
         number = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, tiles[0].shape, 1), self.group)
         nothing, found = jnp.zeros_like(tiles[0]), []
         for at in range(len(tiles)):
@@ -141,22 +130,21 @@ class ColumnBlock:
         return found
 
     def _over_chunks(self, add: Any, num_rows: int, columns: pl.Slice) -> jax.Array:
-        count = self.codes.shape[0] * 32 // bits_of(self.decoding.code) // self.chunk
-        unrolled = unrolled_of(count)
+        size = self.codes.shape[0] * 32 // bits_of(self.decoding.code)
+        turns, rest = divmod(size, UNROLLED * CHUNK)
 
-        def some(turn: jax.Array, sums: jax.Array) -> jax.Array:
-            for i in range(unrolled):
-                sums = add(turn * unrolled + i, sums)
+        def some(turn: jax.Array, sums: jax.Array, inputs: int = UNROLLED * CHUNK) -> jax.Array:
+            for i in range(pl.cdiv(inputs, CHUNK)):
+                sums = add(turn * UNROLLED + i, min(CHUNK, inputs - i * CHUNK), sums)
             return sums
 
         sums = jnp.zeros((num_rows, columns.size), jnp.float32)
-        result: jax.Array = jax.lax.fori_loop(0, count // unrolled, some, sums)
-        return result
+        return some(jnp.int32(turns), jax.lax.fori_loop(0, turns, some, sums), rest)
 
-    def _numbers(self, number: jax.Array, columns: pl.Slice) -> Iterator[jax.Array]:
-        """Yields the numbers of a chunk of inputs, [32, columns] at a time."""
-        of_chunk = self.chunk * bits_of(self.decoding.code) // 32
-        for at in range(0, of_chunk, WORD_ROWS):
+    def _numbers(self, number: jax.Array, size: int, columns: pl.Slice) -> Iterator[jax.Array]:
+        """Yields the numbers of the first inputs of a chunk, so many, [32, columns] at a time."""
+        of_chunk = CHUNK * bits_of(self.decoding.code) // 32
+        for at in range(0, of_chunk * size // CHUNK, WORD_ROWS):
             words = self.codes[pl.ds(pl.multiple_of(number * of_chunk + at, WORD_ROWS), WORD_ROWS), columns]
             yield from self.decoding.numbers(words)
 

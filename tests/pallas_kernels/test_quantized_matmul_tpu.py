@@ -64,10 +64,10 @@ class Way:
 
 INT4, INT4_OF_32, INT4_ZEROS, _, INT8_ZEROS, FP8, _, MXFP4, _ = CASES
 WAYS = [Way(case) for case in CASES] + [
-    Way(INT4, chip="v5e"),
+    Way(replace(INT4, name="int4-long", size_in=2432), chip="v5e"),
     Way(INT4, chip="v7x"),
     Way(INT4_OF_32, "float32"),
-    Way(replace(INT4_OF_32, name="int4-many", num_rows=33)),
+    Way(replace(INT4_OF_32, name="int4-many-long", num_rows=33, size_in=1408)),
     Way(replace(INT4_ZEROS, name="int4-zeros-many", num_rows=33), chip="v7x"),
     Way(INT8_ZEROS, chip="v5e"),
     Way(replace(FP8, name="fp8-many", num_rows=65), chip="v5p"),
