@@ -7,7 +7,7 @@ import sys
 
 # By environment, before anything imports jax: host-only tests then never pay for that import, and the
 # processes that tests start are as strict as the tests.
-# `make test-gpu` runs the tests of the kernels for GPUs on the one that is here.
+# With JAXVLLM_TEST_GPU in the environment, the tests of the kernels for GPUs run on the one that is here.
 os.environ["JAX_PLATFORMS"] = "cuda" if "JAXVLLM_TEST_GPU" in os.environ else "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting, and a
