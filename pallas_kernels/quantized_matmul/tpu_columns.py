@@ -139,7 +139,9 @@ class ColumnBlock:
             return sums
 
         sums = jnp.zeros((num_rows, columns.size), jnp.float32)
-        return some(jnp.int32(turns), jax.lax.fori_loop(0, turns, some, sums), rest)
+        if turns:  # or a loop that never turns would be compiled
+            sums = jax.lax.fori_loop(0, turns, some, sums)
+        return some(jnp.int32(turns), sums, rest)
 
     def _numbers(self, number: jax.Array, size: int, columns: pl.Slice) -> Iterator[jax.Array]:
         """Yields the numbers of the first inputs of a chunk, so many, [32, columns] at a time."""
