@@ -81,6 +81,7 @@ def write_gguf(
     weights: Mapping[str, np.ndarray],
     kind_of: Choice = lambda _: Kind.F32,
     *,
+    architecture: gguf.MODEL_ARCH | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
     **options: Any,
@@ -88,9 +89,10 @@ def write_gguf(
     """Writes a model of Hugging Face's tensors, and returns the values that these have after they were rounded.
 
     kind_of: the type of each tensor, by its name in the file
+    architecture: another name for the model than the usual one
     extra: tensors that only the file has
     """
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    architecture = architecture or ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], **options)
     _add_config(writer, config)
     more(writer)

@@ -84,6 +84,23 @@ def test_sentence_pieces_are_those_of_tokenizer_json(tmp_path: Path) -> None:
     check_same(found, Tokenizer.from_directory(directory))
 
 
+def test_merges_of_pieces_are_those_of_their_scores(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        types = gguf.TokenType
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<unk>", "<bos>", "<0x21>", "a", "b", "▁", "▁a", "ab", "▁ab"])
+        writer.add_token_types([types.UNKNOWN, types.CONTROL, types.BYTE, *[types.NORMAL] * 6])
+        writer.add_token_merges(["a b", "▁ ab", "▁ a"])
+        writer.add_bos_token_id(1)
+        writer.add_unk_token_id(0)
+        writer.add_add_space_prefix(False)
+
+    found = written(tmp_path / "x.gguf", add)
+    tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("ab ab ba!")]
+    assert tokens == ["<bos>", "ab", "▁ab", "▁", "b", "a", "<0x21>"]
+    assert found.decode(found.encode("ab ab ba!")) == "ab ab ba!"
+
+
 def add_pieces(writer: gguf.GGUFWriter, *tokens: str) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(tokens))
@@ -188,7 +205,7 @@ def test_messages_of_harmony_end_no_answer(tokens: list[str], ends: tuple[int, .
     [
         (lambda writer: add_bpe("llama-next")(writer), "pre is 'llama-next': known are gpt-2"),
         (lambda writer: add_bpe("gpt-2", eos=99)(writer), "eos_token_id is 99, and there are 18 tokens"),
-        (lambda writer: writer.add_tokenizer_model("bert"), "model must be gpt2 or llama, not 'bert'"),
+        (lambda writer: writer.add_tokenizer_model("bert"), "model must be gpt2, llama or gemma4, not 'bert'"),
         (lambda writer: writer.add_tokenizer_model("llama"), "it has no list tokenizer.ggml.tokens"),
         (lambda writer: add_pieces(writer, "a" * 1025), "it has a token of 1025 characters: pieces have 1024 at most"),
     ],

@@ -367,6 +367,7 @@ _MIXTRAL = GgufArchitecture(
     has_turned_heads=True,
     needs=EXPERT_KEYS[:2],
 )
+_BESIDE_VISION = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 _OLMO3 = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", own_keys=own_keys.olmo3)
 # These are in the config, as the scaling of the rope.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -376,11 +377,15 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     """Returns the architecture of a file and its name. Raises ValueError that names one that is not known."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in {**ARCHITECTURES, **_BESIDE_VISION}:
         raise ValueError(
             f"{file.path} has general.architecture {name!r}, which is not supported in GGUF: supported are "
-            f"{', '.join(ARCHITECTURES)}. Take the model's checkpoint in safetensors"
+            f"{', '.join((*ARCHITECTURES, *_BESIDE_VISION))}. Take the model's checkpoint in safetensors"
         )
+    # Some models are another one beside a vision tower, which is in a file of its own. The axes of a text's positions
+    # are all the same.
+    if name in _BESIDE_VISION:
+        return name, ARCHITECTURES[_BESIDE_VISION[name]]
     # Some names are those of two families.
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return name, _MIXTRAL

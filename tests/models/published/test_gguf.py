@@ -128,6 +128,22 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
     chex.assert_trees_all_equal(load(file, device_count), load(plain, device_count))
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen2", gguf.MODEL_ARCH.QWEN2VL), ("qwen3", gguf.MODEL_ARCH.QWEN3VL)]
+)
+def test_models_beside_a_vision_tower_are_read_as_without(
+    name: str, architecture: gguf.MODEL_ARCH, tmp_path: Path
+) -> None:
+    fixture, files = Fixture.load(name), (tmp_path / "text.gguf", tmp_path / "vision.gguf")
+    config = sized(fixture, use_sliding_window=False)
+    write_gguf(files[0], config, fixture.weights())
+    sections = {"architecture": architecture, "more": lambda file: file.add_rope_dimension_sections([2, 2, 2, 0])}
+    write_gguf(files[1], config, fixture.weights(), **sections)
+    text, vision = (model_spec(checkpoint.read_config(file)) for file in files)
+    assert text == vision == model_spec(config)
+    chex.assert_trees_all_equal(*map(load, files))
+
+
 def test_gpt_oss_whose_gates_and_features_are_apart(tmp_path: Path) -> None:
     changes = {"head_dim": 16, "hidden_size": 96, "intermediate_size": 32}
     fixture = resized(Fixture.load("gpt_oss"), {84: 96, 72: 96, 24: 32, 48: 64}, **changes)
