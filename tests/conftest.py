@@ -9,10 +9,8 @@ import sys
 # processes that tests start are as strict as the tests.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting, and a
-# kernel has up to three. With 16 threads, each of which wakes for its part of a loop, tests/engine/test_stops.py took 26
-# seconds of the CPU and not 21.
-os.environ["NPROC"] = "8"
+# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
+os.environ["NPROC"] = "16"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on the first
 # The processes that tests start would each compile our 450 modules: 0.4 s of the CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
