@@ -10,10 +10,8 @@ import sys
 # With JAXVLLM_TEST_GPU in the environment, the tests of the kernels for GPUs run on the one that is here.
 os.environ["JAX_PLATFORMS"] = "cuda" if "JAXVLLM_TEST_GPU" in os.environ else "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting, and a
-# kernel has up to three. With 16 threads, each of which wakes for its part of a loop, tests/engine/test_stops.py took
-# 26 seconds of the CPU and not 21.
-os.environ["NPROC"] = "8"
+# Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
+os.environ["NPROC"] = "16"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for meshes; everything else runs on the first
 # The processes that tests start would each compile our 450 modules: 0.4 s of the CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
