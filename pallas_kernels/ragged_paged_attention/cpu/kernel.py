@@ -85,7 +85,10 @@ class _Call:
 
 
 def _list_tiles(call: _Call, tiles: Value) -> Value:
-    """Writes down the tiles that are needed, and returns how many there are. The output of all other tokens becomes 0."""
+    """Writes down the tiles with a token that is needed, and returns how many there are.
+
+    The output of all other tokens becomes 0.
+    """
     e = call.e
     count = e.variable(e.integer(0))
     with e.loop(0, call.num_rows) as row:
