@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.result_files import machine, write_record
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
-from jaxvllm.models.gpu_states import GpuStatesPlan
+from jaxvllm.models.gpu_states import GpuStates, GpuStatesPlan
 from jaxvllm.models.mamba import PACE, ChannelScan
 from jaxvllm.models.recurrence import CHANNELS, SKIP, RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
@@ -315,6 +315,8 @@ def compile_step(layer: CountedLayer, step: StateStep, backend: Backend, mesh: A
         kernel = state_kernel(memory, backend)
         assert kernel is not None
         plan = kernel.plan(rows, PAGE_SIZE)
+        if way == "chunks" and isinstance(kernel, GpuStates):
+            plan = kernel.chunk_plan(rows, PAGE_SIZE)
         if way == "tokens" and isinstance(plan, GpuStatesPlan):
             plan = GpuStatesPlan(rows, plan_states(rows, PAGE_SIZE), None)
         return kernel(pages, place, plan, weights, tokens)

@@ -266,7 +266,7 @@ def states(pattern: str = ".") -> Facts:
                 return memory.advance(pages, place, Columns(rows, STATE_PAGE), weights, tokens)
             by_tokens = GpuStatesPlan(rows, plan_states(rows, STATE_PAGE), None)
             return kernel(
-                pages, place, by_tokens if way == "tokens" else kernel.plan(rows, STATE_PAGE), weights, tokens
+                pages, place, by_tokens if way == "tokens" else kernel.chunk_plan(rows, STATE_PAGE), weights, tokens
             )
 
         found: dict[str, Any] = {}

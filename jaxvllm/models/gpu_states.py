@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # By chunks in steps for so many tokens. What XLA prepares for chunks costs more than they gain in shorter ones: a layer
 # of Qwen3-Next takes 352 us of an H100 by chunks for a prompt of 512 tokens and 311 token by token, and 1,148 and 1,311
-# for 2,048 (benchmarks/results/h100-2026-11-26-0546cae.json).
+# for 2,048 (benchmarks/results/h100-2026-11-26-0546cae.json). Several prompts, and other rules, were not measured.
 CHUNKED_STEP = 1024
 
 type MatrixRecurrence = GatedDelta | ChannelDelta | SelectiveScan
@@ -91,10 +91,16 @@ class GpuStates:
 
     def plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
         """Makes what all layers of a step share."""
-        from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_chunks, plan_states
+        from pallas_kernels.linear_attention.gpu import plan_states
 
         if rows.decode_only or len(rows.token_rows) < CHUNKED_STEP or self.chunk_unit is None:
             return GpuStatesPlan(rows, plan_states(rows, page_size), None)
+        return self.chunk_plan(rows, page_size)
+
+    def chunk_plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
+        """Makes the plan by which rows of more than a few tokens go by chunks, where `chunk_unit` is one."""
+        from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_chunks, plan_states
+
         by_chunks = rows.query_lens() > FEW_TOKENS
         return GpuStatesPlan(rows, plan_states(rows, page_size, ~by_chunks), plan_chunks(rows, page_size, by_chunks))
 

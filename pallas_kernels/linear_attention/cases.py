@@ -139,6 +139,7 @@ SERVING = (
     DeltaCase("qwen3-next-mixed-512", 16, 2, ((1000, 1),) * 32 + ((0, 480),), 512),
     DeltaCase("kimi-linear-decode-64", 32, 1, ((1000, 1),) * 64, 64, decays=128),
     DeltaCase("kimi-linear-prompt-512", 32, 1, ((0, 512),), 512, decays=128),
+    DeltaCase("kimi-linear-prompt-1024", 32, 1, ((0, 1024),), 1024, decays=128),
     DeltaCase("qwen3-next-eighth-decode-64", 2, 2, ((1000, 1),) * 64, 64),
 )
 
@@ -146,6 +147,7 @@ _DECODE, _PROMPT = ((1000, 1),) * 64, ((0, 512),)
 SCAN_SERVING = (
     ScanCase("nemotron-h-decode-64", 8, 16, 64, 128, _DECODE, 64),
     ScanCase("nemotron-h-prompt-512", 8, 16, 64, 128, _PROMPT, 512),
+    ScanCase("nemotron-h-prompt-1024", 8, 16, 64, 128, ((0, 1024),), 1024),
     ScanCase("nemotron-nano-decode-64", 8, 16, 80, 128, _DECODE, 64),
     ScanCase("nemotron-nano-mixed-512", 8, 16, 80, 128, ((1000, 1),) * 32 + ((0, 480),), 512),
     ScanCase("granite-4-decode-64", 1, 128, 64, 128, _DECODE, 64),

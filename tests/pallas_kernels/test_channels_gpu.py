@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels.linear_attention import gpu
 from pallas_kernels.linear_attention.cases import CHANNEL_CASES, ChannelCase
 from pallas_kernels.ragged_paged_attention import RaggedRows
+from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.state_steps import PLACE, no_races, random_pages, taken_in, with_padding
 
 __all__ = ["no_races"]
@@ -65,7 +66,7 @@ def test_the_first_mamba_equals_float64(case: ChannelCase, dtype: str) -> None:
         tile = gpu.choose_channels(S, C)
         assert tile is not None
         plan = gpu.plan_states(rows, case.page_size)
-        return gpu.scan_channels(pages, place, plan, tokens, tile=tile, interpret=True)
+        return gpu.scan_channels(pages, place, plan, tokens, tile=tile, interpret=INTERPRETED)
 
     check(case, tokens, take, by_hand)
 
@@ -94,7 +95,7 @@ def test_short_convolutions_equal_float64(case: ChannelCase, dtype: str) -> None
 
     def take(pages: jax.Array, place: jax.Array, rows: RaggedRows, tokens: gpu.WindowTokens) -> Any:
         plan = gpu.plan_windows(rows, case.page_size, case.size + 1)
-        return gpu.convolve_windows(pages, place, plan, tokens, has_activation=has_activation, interpret=True)
+        return gpu.convolve_windows(pages, place, plan, tokens, has_activation=has_activation, interpret=INTERPRETED)
 
     check(case, tokens, take, by_hand)
 
