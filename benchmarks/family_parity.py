@@ -2,7 +2,8 @@
 
 Each family has a few layers, of sizes that the kernels take. Two engines complete the same prompts, one by the device's
 kernels and one by plain XLA, and the log-probabilities of each token are compared, up to the first token in which the
-engines differ. Plain XLA of GPUs refuses int4, so it is not among them. In bfloat16 two tokens may be equally likely, and a router may choose another expert.
+engines differ. Plain XLA of GPUs refuses int4, so it is not among them. In bfloat16 two tokens may be equally likely,
+and a router may choose another expert.
 
     python -m benchmarks.family_parity [NAME ...]
 
