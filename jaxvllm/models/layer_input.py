@@ -82,8 +82,8 @@ class LayerInput:
     # A token sees the last `window` positions, itself included, or all where that is NO_WINDOW. It is an int, or an
     # i32 scalar inside a loop over layers that differ in it.
     window: Scalar
-    # bool[T]: False for padding, and in the last layer for tokens that nobody reads: what its FFN returns for those is
-    # arbitrary. None: all tokens are needed.
+    # bool[T]: False for padding, and in the last layer for tokens that nobody reads: what its
+    # attention and its FFN return for those is arbitrary. None: all tokens are needed.
     is_needed: jax.Array | None = None
     embedding: jax.Array | None = None  # [T, P]: what the tokens mean to this layer alone, in models that have that
     # Returns the cache in which the experts that tokens have chosen, i32[T, k], are counted. None: nobody counts them.

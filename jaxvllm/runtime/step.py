@@ -66,8 +66,14 @@ def forward(
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
     depths = () if proposer is None else proposer.depths
-    # Proposers and pooled prompts read all tokens. Microbatches of stages have tokens of their own.
-    reads_all = proposer is not None or model.sampling.keeps_hidden or model.pipeline.stages.size > 1
+    # Proposers and pooled prompts read all tokens, and loads count the choices of all. Microbatches of stages have
+    # tokens of their own.
+    reads_all = (
+        proposer is not None
+        or model.sampling.keeps_hidden
+        or model.shape.counts_loads
+        or model.pipeline.stages.size > 1
+    )
     is_read = None if reads_all else _are_read(batch, rows)
     side_rows = state.get(SIDE_ROWS)
     computed, kv_pages = compute(

@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = dict(
 )
 # Two dense layers in one stage, and two with experts in the other. Two short convolutions and attention, and then one
 # of each. Four states of a token, layers that read others, and embeddings of layers. Choices of an index that others
-# read. The gated delta rule has stages in test_states.py, and windows alone have them in test_pipeline.py.
+# read. The gated delta rule has stages in test_states.py, with drafts, and windows alone have them in test_pipeline.py.
 CASES = [
     ("deepseek_v3", "2x1x1"),
     ("lfm2", "2x1x2"),

@@ -53,8 +53,8 @@ class FewBitsForms:
         """Returns the form of a matrix with groups of at most that size, or None where it has none.
 
         group: None stands for all that a device has of a row
-        of_experts: whether rows are multiplied by experts of theirs. Our own kernels do that, whatever XLA does faster
-        for a single matrix, because XLA would copy each expert
+        of_experts: whether rows are multiplied by experts of theirs. Our own kernels do that, and read the codes, also
+        where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
