@@ -20,6 +20,7 @@ from pallas_kernels.cpu.machine_code import compile_handler
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp, sums, tanh
+from pallas_kernels.grouped_matmul.cpu import counting_sort, largest_of_rows
 from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
 from pallas_kernels.small_matmul.kernel import matmul
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
@@ -172,6 +173,8 @@ def test_the_kernels_compile_for_machines_that_are_not_here(
             (attention, (dtype, "float8_e4m3fn", "by-token")),
             (matmul, (dtype, "float32", dtype)),
             (matmul, (dtype, "float32", "int8")),
+            (largest_of_rows, ()),
+            (counting_sort, ()),
         ):
             code = compile_handler("handler", lambda e, f, k=kernel, d=dtypes: k(e, f, *d), chip)
             assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == machine
