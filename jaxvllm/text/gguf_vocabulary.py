@@ -20,7 +20,7 @@ from jaxvllm.text.chat_template import DEFAULT
 START = "tokenizer.ggml."
 # The kinds of tokens, as `token_type` numbers them. The rest of the vocabulary is filled up with tokens of no use.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
-# Tokens that end an answer, whatever the metadata name beside the EOS, unless they are pieces of usual texts.
+# Tokens that end an answer, whatever the metadata name beside the EOS, if they are added tokens and no usual pieces.
 ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -33,6 +33,9 @@ ENDS = (
     "_<EOT>",
     "<|return|>",
     "<|call|>",
+    "<turn|>",  # the last three are Gemma 4's, whose files name `<eos>` alone
+    "<eos>",
+    "<|tool_response>",
 )
 # An answer in Harmony (gpt-oss) has several messages. `<|end|>` closes each of them, and these two close an answer.
 _HARMONY_ENDS, _MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
@@ -178,7 +181,7 @@ class GgufVocabulary:
         named = (self._id(f"{kind}_token_id") for kind in ("eos", "eot", "eom"))
         kinds: Sequence[Any] = self.values["token_type"]
         known = (self._ids.get(text) for text in ENDS)
-        others = (number for number in known if number is not None and kinds[number] != NORMAL)
+        others = (number for number in known if number is not None and kinds[number] in (CONTROL, USER_DEFINED))
         is_harmony = all(text in self._ids for text in _HARMONY_ENDS)
         no_end = self._ids.get(_MESSAGE_END) if is_harmony else None
         return tuple(dict.fromkeys(number for number in (*named, *others) if number not in (None, no_end)))

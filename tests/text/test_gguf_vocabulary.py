@@ -88,14 +88,18 @@ def test_merges_of_pieces_are_those_of_their_scores(tmp_path: Path) -> None:
     def add(writer: gguf.GGUFWriter) -> None:
         types = gguf.TokenType
         writer.add_tokenizer_model("gemma4")
-        writer.add_token_list(["<unk>", "<bos>", "<0x21>", "a", "b", "▁", "▁a", "ab", "▁ab"])
-        writer.add_token_types([types.UNKNOWN, types.CONTROL, types.BYTE, *[types.NORMAL] * 6])
+        ends = ["<eos>", "<|tool_response>", "<turn|>", "<end_of_turn>"]
+        writer.add_token_list(["<unk>", "<bos>", "<0x21>", "a", "b", "▁", "▁a", "ab", "▁ab", *ends])
+        kinds = [types.CONTROL, types.USER_DEFINED, types.CONTROL, types.NORMAL]
+        writer.add_token_types([types.UNKNOWN, types.CONTROL, types.BYTE, *[types.NORMAL] * 6, *kinds])
         writer.add_token_merges(["a b", "▁ ab", "▁ a"])
         writer.add_bos_token_id(1)
+        writer.add_eos_token_id(9)
         writer.add_unk_token_id(0)
         writer.add_add_space_prefix(False)
 
     found = written(tmp_path / "x.gguf", add)
+    assert found.eos_token_ids == (9, 11, 10)
     tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("ab ab ba!")]
     assert tokens == ["<bos>", "ab", "▁ab", "▁", "b", "a", "<0x21>"]
     assert found.decode(found.encode("ab ab ba!")) == "ab ab ba!"
