@@ -52,8 +52,13 @@ def gemma3(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def granite(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the multipliers of Granite. Without one, logits of attention have the usual scale, as in llama.cpp.
+
+    Files of Bamba, which are `granitehybrid` as well, state no scale.
+    """
+    size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     return {
-        "attention_multiplier": values.get("attention.scale", 1.0),
+        "attention_multiplier": values.get("attention.scale") or size**-0.5,
         "embedding_multiplier": values.get("embedding_scale", 1.0),
         "residual_multiplier": values.get("residual_scale", 1.0),
         "logits_scaling": values.get("logit_scale", 1.0),

@@ -30,6 +30,7 @@ from jaxvllm.models.tiling import Box
 from jaxvllm.text.tokenizer import Tokenizer
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
+from tests.gguf_cases import add_granite_hybrid
 from tests.gguf_files import demo_tokenizer, gpt_oss_in_file, gpt_oss_of_file, sized, write_gguf
 from tests.models.dense import dense_logits
 from tests.models.fixture import Fixture
@@ -46,6 +47,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 STEEP = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
+EMBEDDING = {"token_embd.weight": np.zeros((64, 48), np.float32)}  # all that a config needs of the tensors
 
 
 def mixed(name: str) -> Kind:
@@ -310,6 +312,18 @@ def test_models_that_exceed_float16_are_not_computed_in_it(name: str, dtype: str
     fixture, path = Fixture.load(name), tmp_path / "model.gguf"
     write_gguf(path, sized(fixture), fixture.weights(), more=lambda file: file.add_file_type(1))
     assert checkpoint.read_config(path)["dtype"] == dtype
+
+
+@pytest.mark.parametrize(("name", "stated"), [("granite", {}), ("granitemoehybrid-dense", {"head_dim": 16})])
+def test_granite_has_the_usual_scale_of_attention_unless_a_file_states_one(
+    name: str, stated: dict[str, int], tmp_path: Path
+) -> None:
+    fixture, path = Fixture.load(name), tmp_path / "model.gguf"
+    config = sized(fixture) | {"attention_multiplier": None} | stated
+    more = add_granite_hybrid if "hybrid" in name else lambda *_: None
+    write_gguf(path, config, {}, extra=EMBEDDING, more=lambda file: more(file, config))
+    size = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    assert checkpoint.read_config(path)["attention_multiplier"] == size**-0.5
 
 
 def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None:
