@@ -52,6 +52,22 @@ def add_latent(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
 
 
+def add_next_layer(writer: gguf.GGUFWriter, config: Config, *norms: str) -> None:
+    """Adds a layer that predicts further tokens, which is passed over."""
+    count = config["num_hidden_layers"]
+    writer.add_nextn_predict_layers(1)
+    [block_count] = (value for key, value in writer.kv_data[0].items() if key.endswith(".block_count"))
+    block_count.value = count + 1
+    of_next = [f"nextn.{name}" for name in ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head_norm")]
+    for name in (*of_next, *norms, "attn_norm", "ffn_norm", "ffn_gate_inp"):
+        writer.add_tensor(f"blk.{count}.{name}.weight", np.ones((2, 2), np.float32))
+
+
+def add_latent_before_next(writer: gguf.GGUFWriter, config: Config) -> None:
+    add_latent(writer, config)
+    add_next_layer(writer, config)
+
+
 def llama4(name: str, data: np.ndarray, _: Config) -> Tensors | None:
     if name.endswith("experts.down_proj"):
         return {"ffn_down_exps.weight": data.swapaxes(1, 2)}
@@ -227,6 +243,7 @@ def add_nemotron_h(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_ssm_state_size(config["ssm_state_size"])
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_expert_shared_count(1)
+    add_next_layer(writer, config, "post_attention_norm", "attn_q")
 
 
 NO_LIMIT = {"time_step_limit": None, "time_step_min": None}
@@ -268,7 +285,7 @@ LINEAR = {"rope_parameters": None, "partial_rotary_factor": 0.25}
 EVERY_THIRD = {"full_attention_interval": 3, "linear_conv_kernel_dim": 4}
 CASES = (
     Case("deepseek_v2", latent, {}, more=add_latent),
-    Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, more=add_latent),
+    Case("deepseek_v3", latent, {"rope_scaling": STEEP, "norm_topk_prob": True}, more=add_latent_before_next),
     Case("afmoe", afmoe, {"global_attn_every_n_layers": 4, "rms_norm_eps": 1e-5}, more=add_sigmoid),
     Case("exaone_moe", lambda *_: None, {"sliding_window_pattern": 4, "norm_topk_prob": True}, more=add_sigmoid),
     Case("ernie4_5_moe", ernie, {}, more=add_ernie),

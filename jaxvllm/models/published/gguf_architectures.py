@@ -28,6 +28,7 @@ _DEEPSEEK_V2 = GgufArchitecture(
         **names.LATENT,
         **names.EXPERTS,
         **names.SHARED_EXPERT,
+        **names.NEXT_TOKENS,
         "ffn_gate_inp": "mlp.gate",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     },

@@ -106,6 +106,10 @@ MIXER = {
     "ffn_latent_up": "mixer.fc2_latent_proj",
     **{f"ffn_{half}_exps": f"mixer.experts.*.{half}_proj" for half in ("up", "down")},
     **{f"ffn_{half}_shexp": f"mixer.shared_experts.{half}_proj" for half in ("up", "down")},
+    # The layer that predicts further tokens has attention and experts, with norms of their own.
+    **NEXT_TOKENS,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
 }
 LAYER_EMBEDDINGS = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
