@@ -47,9 +47,11 @@ def _by_key_head(parts: Sequence[ShapedPart], values: Mapping[str, Any]) -> Shap
     """
     K, per_key, key_size, value_size = _linear_sizes(values)
     sizes = (key_size, key_size, per_key * value_size, per_key * value_size)
+    whole = concatenated(parts, axis=0)
+    _check_size(whole, 0, K * sum(sizes))
     starts = np.cumsum((0, *(K * size for size in sizes[:-1])))
     kinds = [start + np.arange(K * size).reshape(K, size) for start, size in zip(starts, sizes, strict=True)]
-    return concatenated(parts, axis=0).ordered(0, np.concatenate(kinds, axis=1).reshape(-1))
+    return whole.ordered(0, np.concatenate(kinds, axis=1).reshape(-1))
 
 
 def _grouped(axis: int, has_keys: bool = False, is_by_head: bool = False, then: _Make | None = None) -> _Make:
@@ -65,17 +67,28 @@ def _grouped(axis: int, has_keys: bool = False, is_by_head: bool = False, then: 
         K, per_key, key_size, value_size = _linear_sizes(values)
         size = 1 if is_by_head else value_size
         before = 2 * K * key_size if has_keys else 0
+        whole = parts[0] if then is None else then(parts, values)
+        _check_size(whole, axis, before + per_key * K * size)
         stored = np.arange(per_key * K * size).reshape(per_key, K, size).swapaxes(0, 1).reshape(-1)
         places = np.concatenate([np.arange(before), before + stored])
-        return (parts[0] if then is None else then(parts, values)).ordered(axis, places)
+        return whole.ordered(axis, places)
 
     return make
 
 
 def _linear_sizes(values: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Returns the key heads of linear attention, the value heads of each, and the sizes of either."""
-    K, V = values["ssm.group_count"], values["ssm.time_step_rank"]
-    return K, V // K, values["ssm.state_size"], values["ssm.inner_size"] // V
+    keys = ("ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size")
+    if any(type(values[key]) is not int or values[key] < 1 for key in keys):
+        raise ValueError(f"{', '.join(keys)} are {', '.join(repr(values[key]) for key in keys)}, and must be above 0")
+    K, V, key_size, inner_size = (values[key] for key in keys)
+    return K, V // K, key_size, inner_size // V
+
+
+def _check_size(tensor: ShapedPart, axis: int, expected: int) -> None:
+    """Raises ValueError for another size. Metadata may state any: no list of places is made before."""
+    if len(tensor.shape) <= axis or tensor.shape[axis] != expected:
+        raise ValueError(f"a tensor of shape {tensor.shape} should have {expected} elements along axis {axis}")
 
 
 LATENT = {"self_attn.kv_b_proj.weight": RebuiltTensor(("attn_k_b.weight", "attn_v_b.weight"), _of_keys_and_values)}

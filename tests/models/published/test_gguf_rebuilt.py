@@ -71,6 +71,30 @@ def test_tensors_that_do_not_fit_each_other_are_refused(
         checkpoint.load(path, model_spec(config), dtype=jnp.float32, layout="separate")
 
 
+@pytest.mark.parametrize(
+    ("number", "size", "message"),
+    [
+        (-3, 2**40, r"attn_qkv.weight makes no .*in_proj_qkvz.weight: .* should have \d{13,} elements along axis 0"),
+        (-2, 2**40, r"attn_qkv.weight makes no .*in_proj_qkv.weight: .* should have \d{13,} elements along axis 0"),
+        (-2, 0, r"\S+ makes no .*: ssm.group_count, .* are .*, and must be above 0"),
+    ],
+)
+def test_sizes_of_metadata_are_compared_before_anything_of_that_size_is_made(
+    number: int, size: int, message: str, tmp_path: Path
+) -> None:
+    case, path = CASES[number], tmp_path / "model.gguf"
+    fixture, config = as_written(case)
+
+    def enlarged(writer: gguf.GGUFWriter, config: Config) -> None:
+        case.more(writer, config)
+        [state] = (value for key, value in writer.kv_data[0].items() if key.endswith("ssm.state_size"))
+        state.value, state.type = size, gguf.GGUFValueType.UINT64
+
+    written(replace(case, more=enlarged), fixture, config, path)
+    with pytest.raises(ValueError, match=f"model.gguf: tensor blk.0.{message}"):
+        checkpoint.load(path, model_spec(config), dtype=jnp.float32, layout="separate")
+
+
 def changed(own: Tensors | None, name: str, which: str, shape: tuple[int, ...]) -> Tensors | None:
     """The tensors of a file, of which one has another shape."""
     _, layer, end = which.split(".", 2)
