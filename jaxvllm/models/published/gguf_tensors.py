@@ -78,9 +78,8 @@ class GgufTensors:
                     places[own] = _StoredMatrix(names, is_turned=own.endswith(architecture.turned))
         heads = {}
         if architecture.has_turned_heads:
-            queries = file.metadata.get(f"{name}.attention.head_count")
-            keys = file.metadata.get(f"{name}.attention.head_count_kv", queries)
-            keys = max(keys) if isinstance(keys, list) else keys  # layers of other kinds have none
+            queries = _num_heads(file, f"{name}.attention.head_count", None)
+            keys = _num_heads(file, f"{name}.attention.head_count_kv", queries)
             heads = {"self_attn.q_proj": queries, "self_attn.k_proj": keys}
         types: dict[int, BlockType] = {}
         for stored_name, tensor in file.tensors.items():
@@ -230,6 +229,15 @@ def _halves(rows: int, num_heads: int) -> np.ndarray:
     """Returns the stored row of each row of a matrix whose heads are stored with their halves in turns."""
     numbers = np.arange(rows).reshape(num_heads, -1, 2)  # the stored rows: of each pair, one is of either half
     return numbers.swapaxes(1, 2).reshape(-1)
+
+
+def _num_heads(file: GgufFile, key: str, default: int | None) -> int:
+    """Returns the number of heads of layers that attend. A list has a number for each layer, which may be 0."""
+    found = file.metadata.get(key, default)
+    count = max(found, default=0) if isinstance(found, list) else found
+    if type(count) is not int or count < 1:
+        raise ValueError(f"{file.path} must have a number {key} above 0, or one for each layer, not {found!r}")
+    return count
 
 
 def _hf_name(name: str, architecture: GgufArchitecture) -> str:

@@ -305,6 +305,24 @@ def test_layers_may_have_a_number_of_kv_heads_each_if_all_are_the_same(tmp_path:
     write_gguf(path, config | {"num_key_value_heads": [heads] * others + [1]}, weights)
     with pytest.raises(ValueError, match="num_key_value_heads"):
         load(path)
+    # The same holds for queries, whose rows an architecture may have in another order.
+    fixture = Fixture.load("llama")
+    config, plain = sized(fixture), tmp_path / "plain.gguf"
+    write_gguf(plain, config, fixture.weights())
+
+    def by_layer(counts: list[int]) -> Callable[[gguf.GGUFWriter], None]:
+        def state(file: gguf.GGUFWriter) -> None:
+            del file.kv_data[0]["llama.attention.head_count"]
+            file.add_head_count(counts)
+
+        return state
+
+    counts = [config["num_attention_heads"]] * config["num_hidden_layers"]
+    write_gguf(path, config, fixture.weights(), more=by_layer(counts))
+    chex.assert_trees_all_equal(load(path), load(plain))
+    write_gguf(path, config, {}, extra=EMBEDDING, more=by_layer([0, 0]))
+    with pytest.raises(ValueError, match=r"model.gguf must have a number llama.*head_count above 0, .*\[0, 0\]"):
+        GgufTensors.of(GgufFile.open(path))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("gemma3", "bfloat16"), ("llama", "float16")])
