@@ -160,26 +160,29 @@ def _rope(
     unknown = [key for key in scaling if key not in _KNOWN_SCALING]
     if kind not in _SCALINGS or unknown:
         raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known types are {', '.join(_SCALINGS)}")
+    if ROPE_FACTORS in file.tensors and kind != "none":
+        raise ValueError(f"{file.path} has {start}rope.scaling.type {kind!r} beside {ROPE_FACTORS}: not supported")
     parameters: dict[str, Any] = {"rope_type": "default"}
     if kind in ("linear", "yarn"):
-        parameters = {"rope_type": kind, "factor": scaling.get("factor")}
+        factor = scaling.get("factor")
+        if type(factor) not in (int, float) or not factor > 0:
+            raise ValueError(f"{file.path} must have a number {start}rope.scaling.factor above 0, not {factor!r}")
+        parameters = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = scaling.get("original_context_length")
         parameters |= {key: scaling.get(f"yarn_{key}") for key in ("beta_fast", "beta_slow")}
-        usual = 0.1 * math.log(max(scaling.get("factor") or 1, 1)) + 1
+        usual = 0.1 * math.log(max(scaling["factor"], 1)) + 1
         if not any(math.isclose(scaling.get("yarn_attn_factor", 1.0), known, rel_tol=1e-4) for known in (1.0, usual)):
             raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known is yarn_attn_factor {usual:.4f}")
-    # DeepSeek makes logits steeper by a multiple of the logarithm of the factor.
+    # DeepSeek makes logits steeper by a multiple of the logarithm of YaRN's factor, which other ropes have none of.
     if (steeper := scaling.get("yarn_log_multiplier")) and steepness is None:
         raise ValueError(f"{file.path} has {start}rope.scaling.yarn_log_multiplier {steeper!r}: not supported")
-    if steeper and steepness is not None:
+    if steeper and steepness is not None and kind == "yarn":
         parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), round(steepness * steeper, 6))
     if beta := values.get("attention.temperature_scale"):
         parameters["llama_4_scaling_beta"] = beta
     if (extra := scaling.get("attn_factor", 1.0)) != 1.0 and LONG_FACTORS not in file.tensors:
         raise ValueError(f"{file.path} has {start}rope.scaling.attn_factor {extra!r}: it is known with LongRoPE only")
-    if ROPE_FACTORS in file.tensors and kind != "none":
-        raise ValueError(f"{file.path} has {start}rope.scaling.type {kind!r} beside {ROPE_FACTORS}: not supported")
     if ROPE_FACTORS in file.tensors:
         factors = _numbers(file, ROPE_FACTORS)
         parameters = {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}

@@ -374,6 +374,11 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))
+    for kind in ("yarn", "linear"):
+        refused(
+            "must have a number llama.rope.scaling.factor above 0, not None",
+            more=lambda file, kind=kind: file.add_string(f"{SCALING}.type", kind),
+        )
     refused("has keys of 0 numbers: heads have 1 to 2048", more=lambda file: file.add_key_length(0))
     refused("has keys of 3000000000 numbers", more=lambda file: file.add_key_length(3_000_000_000))
     smaller = sized(fixture, head_dim=4)

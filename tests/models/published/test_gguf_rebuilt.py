@@ -117,6 +117,20 @@ def test_metadata_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         checkpoint.read_config(path)
 
 
+def test_only_yarn_makes_logits_of_deepseek_steeper(tmp_path: Path) -> None:
+    path, case = tmp_path / "model.gguf", CASES[0]
+    fixture, config = as_written(case)
+
+    def steeper(writer: gguf.GGUFWriter, config: Config) -> None:
+        case.more(writer, config)
+        for key in [key for key in writer.kv_data[0] if ".rope.scaling." in key]:
+            del writer.kv_data[0][key]
+        writer.add_rope_scaling_yarn_log_mul(0.1)
+
+    written(replace(case, more=steeper), fixture, config, path)
+    assert model_spec(checkpoint.read_config(path)) == model_spec(config | {"rope_scaling": None})
+
+
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
     ranges = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
     for ends in product(*ranges):
