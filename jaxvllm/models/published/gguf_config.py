@@ -117,7 +117,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
     try:
         rope = _rope(file, start, values, head_size, architecture.steepness)
-        own = architecture.own_keys(values | {LAYERS_WITH: of_layers})
+        own = _own_keys(file, start, values | {LAYERS_WITH: of_layers}, architecture)
     except (TypeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
     return {
@@ -139,6 +139,16 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
 def _same(value: Any) -> Any:
     """Returns the number that a list has at every place, or any other value as it is."""
     return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
+
+
+def _own_keys(
+    file: GgufFile, start: str, values: Mapping[str, Any], architecture: GgufArchitecture
+) -> Mapping[str, Any]:
+    """Returns the keys that this architecture alone has. Raises ValueError that names the file for wrong metadata."""
+    try:
+        return architecture.own_keys(values)
+    except ValueError as error:
+        raise ValueError(f"{file.path} has metadata {start}* that fit no model: {error}") from error
 
 
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:

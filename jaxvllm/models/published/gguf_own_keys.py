@@ -314,14 +314,21 @@ def nemotron_h(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_layers(values: Mapping[str, Any], key: str) -> list[Any]:
-    """Returns a number for each layer, where one number is that of all."""
-    found = values.get(key)
-    return found if isinstance(found, list) else [found] * values["block_count"]
+    """Returns a number for each layer, where one number is that of all. Raises ValueError for a list of another length.
+
+    Layers that predict further tokens may be counted or not.
+    """
+    found, count = values.get(key), values["block_count"]
+    if not isinstance(found, list):
+        return [found] * count
+    if not max(count - values.get("nextn_predict_layers", 0), 1) <= len(found) <= count:
+        raise ValueError(f"{key} has {len(found)} numbers, and there are {count} layers")
+    return found
 
 
 def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of Gemma 3n. Files state how many deviations above the mean the sparse gates begin."""
-    scales = values.get("activation_sparsity_scale", [-math.inf] * values["block_count"])
+    scales = _of_layers({"activation_sparsity_scale": -math.inf, **values}, "activation_sparsity_scale")
     return {
         **_kinds({"attention.sliding_window_pattern": 5, **values}),
         "sliding_window": values["attention.sliding_window"],
@@ -375,5 +382,6 @@ def _kinds(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns which layers have a window: every fourth has none, if the file does not say otherwise."""
     pattern = values.get("attention.sliding_window_pattern", 4)
     if isinstance(pattern, list):
-        return {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in pattern]}
+        slide = _of_layers(values, "attention.sliding_window_pattern")
+        return {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in slide]}
     return {"sliding_window_pattern": pattern}

@@ -131,6 +131,32 @@ def test_only_yarn_makes_logits_of_deepseek_steeper(tmp_path: Path) -> None:
     assert model_spec(checkpoint.read_config(path)) == model_spec(config | {"rope_scaling": None})
 
 
+@pytest.mark.parametrize(
+    ("fixture", "key", "counts"),
+    [
+        ("nemotron_h", "attention.head_count_kv", [0, 2]),
+        ("nemotron_h", "feed_forward_length", [0, 104]),
+        ("lfm2", "attention.head_count_kv", [0, 2]),
+        ("gemma4", "attention.sliding_window_pattern", [True] * 8),
+        ("gemma3n", "activation_sparsity_scale", [0.5]),
+    ],
+)
+def test_a_list_of_another_length_than_the_layers_is_refused(
+    fixture: str, key: str, counts: list[Any], tmp_path: Path
+) -> None:
+    case, path = next(case for case in CASES if case.fixture == fixture), tmp_path / "model.gguf"
+    own, config = as_written(case)
+
+    def of_layers(writer: gguf.GGUFWriter, config: Config) -> None:
+        case.more(writer, config)
+        [value] = (value for name, value in writer.kv_data[0].items() if name.endswith(f".{key}"))
+        value.value = counts
+
+    written(replace(case, more=of_layers), own, config, path)
+    with pytest.raises(ValueError, match=rf"model.gguf has metadata \w+\.\* .*: {key} has {len(counts)} numbers, and"):
+        checkpoint.read_config(path)
+
+
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
     ranges = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
     for ends in product(*ranges):
