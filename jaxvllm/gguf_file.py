@@ -22,6 +22,8 @@ _SCALARS: Mapping[int, str] = {number: f"<{letter}" for number, letter in enumer
 }
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+# Numbers of an array, each of which becomes 8 to 48 bytes. The longest have one for each token of a vocabulary.
+_MOST_NUMBERS = 1 << 24
 # A model may be split into files, of which the first has the metadata.
 _SPLIT = re.compile(r"(?P<start>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -158,6 +160,8 @@ class _GgufCursor:
         letter = _SCALARS[of][1:]
         size = struct.calcsize(f"<{letter}")
         self._check_room(count, size, f"numbers of {key}")
+        if count > _MOST_NUMBERS:
+            raise ValueError(f"{self._path}: {key} has {count} numbers: arrays have {_MOST_NUMBERS} at most")
         return list(struct.unpack(f"<{count}{letter}", self._take(count * size, key)))
 
     def _text(self, what: str) -> str:

@@ -1,5 +1,6 @@
 """A GGUF file is checked before anything is made of its numbers."""
 
+import os
 import struct
 from pathlib import Path
 
@@ -84,6 +85,14 @@ def test_what_is_damaged_is_told_with_the_file(data: bytes, message: str, tmp_pa
     for has_texts in (True, False):
         with pytest.raises(ValueError, match=rf"x\.gguf.*{message}"):
             GgufFile.open(path, has_texts)
+
+
+def test_arrays_have_so_many_numbers_at_most(tmp_path: Path) -> None:
+    path, count = tmp_path / "x.gguf", 2**24 + 1
+    path.write_bytes(header(1) + text("k") + struct.pack("<IIQ", 9, 0, count))
+    os.truncate(path, 2**25)  # which takes no room on the disk
+    with pytest.raises(ValueError, match=f"x.gguf: k has {count} numbers: arrays have {2**24} at most"):
+        GgufFile.open(path)
 
 
 def test_all_files_of_a_split_model_must_be_there(tmp_path: Path) -> None:
