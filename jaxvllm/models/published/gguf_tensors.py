@@ -182,12 +182,14 @@ class GgufTensors:
             return ShapedPart(values_of(tensor, where, kind, mapped, dtype=exact), tensor.shape)
         if len(tensor.shape) > 3 or tensor.shape[0] > _MOST_EXPERTS:
             raise ValueError(f"{where} has shape {tensor.shape}: stacks have {_MOST_EXPERTS} matrices at most")
-        matrices = [values_of(tensor, where, kind, mapped, number, dtype) for number in range(tensor.shape[0])]
+        values_of(tensor, where, kind, mapped, 0, dtype)  # which checks the whole tensor
 
+        # Matrices are looked at when they are read: a layer of DeepSeek V3 has 128, and 256 arrays made of any of them.
         def values(box: Box) -> np.ndarray:
             (first, *start), (_, *rest) = box.start, box.shape
             own = Box(tuple(start), tuple(rest))
-            return np.stack([matrix(own) for matrix in matrices[first : box.stop[0]]])
+            matrices = (values_of(tensor, where, kind, mapped, number, dtype) for number in range(first, box.stop[0]))
+            return np.stack([matrix(own) for matrix in matrices])
 
         return ShapedPart(values, tensor.shape)
 

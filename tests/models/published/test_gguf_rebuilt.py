@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.gguf_file import GgufFile
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.published import gguf_tensors
+from jaxvllm.models.published.gguf_tensors import GgufTensors
 from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
 from jaxvllm.models.tiling import Box
 from tests.gguf_cases import CASES, Case, Config, Tensors, as_written, written
@@ -155,6 +157,20 @@ def test_a_list_of_another_length_than_the_layers_is_refused(
     written(replace(case, more=of_layers), own, config, path)
     with pytest.raises(ValueError, match=rf"model.gguf has metadata \w+\.\* .*: {key} has {len(counts)} numbers, and"):
         checkpoint.read_config(path)
+
+
+def test_a_stack_is_checked_without_a_look_at_each_of_its_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, path = CASES[0], tmp_path / "model.gguf"
+    fixture, config = as_written(case)
+    written(case, fixture, config, path)
+    tensors, looks = GgufTensors.of(GgufFile.open(path)), []
+    look = gguf_tensors.values_of
+    monkeypatch.setattr(gguf_tensors, "values_of", lambda *args: looks.append(args) or look(*args))
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    tensors.check(name, tuple(fixture.shapes[name]))
+    assert config["num_attention_heads"] > 1 and len(looks) == 2  # keys and values
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
