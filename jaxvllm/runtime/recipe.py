@@ -37,10 +37,10 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 # The packages whose code runs while a program is traced. Any change in them changes the name of every program, and so
-# does one in a module outside them that they import: of the core, or the reader of GGUF files, which the text side has
-# in common with the models. The scheduler is none of these.
+# does one in a module outside them that they import: of the core, the count of cores, or the reader of GGUF files, as
+# the text side does too. The scheduler is none of these.
 TRACED_PACKAGES = ("jaxvllm/models", "jaxvllm/runtime", "pallas_kernels", "sharding")
-_CORE_IMPORT = re.compile(rb"^\s*from (jaxvllm\.(?:core\.\w+|gguf_file)) import", re.MULTILINE)
+_CORE_IMPORT = re.compile(rb"^\s*from (jaxvllm\.(?:core\.\w+|cores|gguf_file)) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
 # Functions of these modules are known by their names, as those of `traced_core` are: the sources of ours, and the
 # versions of the others, are in the name of the program.

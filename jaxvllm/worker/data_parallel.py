@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.cores import num_cores
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
 from jaxvllm.worker.engine_pool import EnginePool, Places
 from jaxvllm.worker.engine_process import LocalPlace
@@ -131,8 +132,3 @@ def _files(patterns: Iterable[str]) -> list[Path]:
 
 def _has_one_of(packages: Iterable[str]) -> bool:
     return any(find_spec(name) for name in packages)
-
-
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

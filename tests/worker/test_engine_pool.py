@@ -17,11 +17,12 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
+from jaxvllm.cores import num_cores
 from jaxvllm.engine.commands import ResetPrefixCache
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import async_llm, data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
-from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess, num_cores
+from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess
 from jaxvllm.worker.engine_client import EngineState
 from jaxvllm.worker.engine_pool import EnginePool, ScalingError
 from jaxvllm.worker.engine_process import EngineProcess

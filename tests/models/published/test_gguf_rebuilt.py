@@ -1,6 +1,8 @@
 """GGUF files whose tensors are cut, turned or in another order than a checkpoint's make the same models."""
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor as Threads
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from jaxvllm.models.published import gguf_tensors
 from jaxvllm.models.published.gguf_tensors import GgufTensors
 from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
 from jaxvllm.models.tiling import Box
+from jaxvllm.models.weight_names import Source
 from tests.gguf_cases import CASES, Case, Config, Tensors, as_written, written
 from tests.models.published.written import write_model
 
@@ -159,7 +162,7 @@ def test_a_list_of_another_length_than_the_layers_is_refused(
         checkpoint.read_config(path)
 
 
-def test_a_stack_is_checked_without_a_look_at_each_of_its_matrices(
+def test_a_stack_is_checked_without_a_look_at_each_matrix_and_usable_cores_decode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, path = CASES[0], tmp_path / "model.gguf"
@@ -167,10 +170,23 @@ def test_a_stack_is_checked_without_a_look_at_each_of_its_matrices(
     written(case, fixture, config, path)
     tensors, looks = GgufTensors.of(GgufFile.open(path)), []
     look = gguf_tensors.values_of
-    monkeypatch.setattr(gguf_tensors, "values_of", lambda *args: looks.append(args) or look(*args))
+    monkeypatch.setattr(
+        gguf_tensors, "values_of", lambda *args, **options: looks.append(args) or look(*args, **options)
+    )
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     tensors.check(name, tuple(fixture.shapes[name]))
     assert config["num_attention_heads"] > 1 and len(looks) == 2  # keys and values
+    # As many threads decode as the process may use cores, and not as the host has.
+    counts: list[int] = []
+    monkeypatch.setattr(gguf_tensors, "_PIECE", 200)
+    monkeypatch.setattr(gguf_tensors, "ThreadPoolExecutor", lambda count: counts.append(count) or Threads(count))
+    name = "model.embed_tokens.weight"
+    rows, columns = fixture.shapes[name]
+    source = Source(name, (rows, columns), (0, 0), (rows, columns))
+    for cores in ({0}, {0, 1}, set(range(64))):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        tensors.fill(source)(np.empty((rows, columns), np.float32), (0, 0))
+    assert counts == [1, 2, 8]
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
