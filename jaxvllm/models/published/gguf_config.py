@@ -174,7 +174,7 @@ def _rope(
         raise ValueError(f"{file.path} has {start}rope.scaling.type {kind!r} beside {ROPE_FACTORS}: not supported")
     parameters: dict[str, Any] = {"rope_type": "default"}
     if kind in ("linear", "yarn"):
-        factor = scaling.get("factor")
+        factor: Any = scaling.get("factor")
         if type(factor) not in (int, float) or not factor > 0:
             raise ValueError(f"{file.path} must have a number {start}rope.scaling.factor above 0, not {factor!r}")
         parameters = {"rope_type": kind, "factor": factor}
