@@ -37,8 +37,8 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 # The packages whose code runs while a program is traced. Any change in them changes the name of every program, and so
-# does one in a module outside them that they import: of the core, the count of cores, or the reader of GGUF files, as
-# the text side does too. The scheduler is none of these.
+# does one in a module outside them that they import: one of the core, the count of cores, or the reader of GGUF files.
+# The scheduler is none of these.
 TRACED_PACKAGES = ("jaxvllm/models", "jaxvllm/runtime", "pallas_kernels", "sharding")
 _CORE_IMPORT = re.compile(rb"^\s*from (jaxvllm\.(?:core\.\w+|cores|gguf_file)) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
