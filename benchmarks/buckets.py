@@ -126,10 +126,10 @@ def ladders(device: Device) -> Mapping[str, BucketLadder]:
     rows, tokens = powers_of_two(1, device.rows), powers_of_two(16, device.tokens)
     counts = {
         "powers of two": (rows, tokens),
-        "rows 1.5 apart": (row_counts(device.rows, on_cpu=True), tokens),
+        "rows 1.5 apart": (row_counts(device.rows, "cpu"), tokens),
         "rows 1.25 apart": (between(4, rows), tokens),
         "tokens 1.5 apart": (rows, between(2, tokens)),
-        "both 1.5 apart": (row_counts(device.rows, on_cpu=True), between(2, tokens)),
+        "both 1.5 apart": (row_counts(device.rows, "cpu"), between(2, tokens)),
         "both 1.25 apart": (between(4, rows), between(4, tokens)),
     }
     return {name: BucketLadder.build(*both, width=WIDTH) for name, both in counts.items()}

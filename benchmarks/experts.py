@@ -76,7 +76,9 @@ class Contender:
 
     def through_all(self, layers: dict[str, Any], x: jax.Array) -> jax.Array:
         """Returns the sum of what each of the layers returns for x."""
-        given = LayerInput(jnp.arange(len(x)), None, _no_attend, no_recur, ALONE, memory=None, number=0, window=0)  # type: ignore[arg-type]
+        nobody: Any = None
+        where = {"memory": nobody, "number": 0, "window": 0, "backend": _kernels()}
+        given = LayerInput(jnp.arange(len(x)), None, _no_attend, no_recur, ALONE, **where)
 
         def one(layer: jax.Array, total: jax.Array) -> jax.Array:
             weights = {name: OneOf(tuple(arrays), layer) for name, arrays in layers.items()}
@@ -85,6 +87,11 @@ class Contender:
 
         total: jax.Array = jax.lax.fori_loop(0, NUM_LAYERS, one, jnp.zeros_like(x))
         return total
+
+
+def _kernels() -> Backend:
+    """Returns this machine's kernels."""
+    return Backend("cpu", host_chip())
 
 
 def _no_attend(*_: Any, **__: Any) -> Any:
@@ -106,7 +113,7 @@ def chosen_bytes(layers: dict[str, Any], x: jax.Array) -> float:
     given = LayerInput(jnp.arange(len(x)), None, _no_attend, no_recur, ALONE, memory=None, number=0, window=0)  # type: ignore[arg-type]
     for layer in range(NUM_LAYERS):
         weights = {name: arrays[layer] for name, arrays in layers.items()}
-        chosen, _ = EXPERTS.router.choose(weights, x + total)
+        chosen, _ = EXPERTS.router.choose(weights, x + total, given.backend)
         counts.append(len(np.unique(np.asarray(chosen))))
         total = total + EXPERTS.apply(weights, x + total, given)
     return EXPERT_BYTES * statistics.fmean(counts)
@@ -135,7 +142,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="measured rounds, after one to warm up")
     args = parser.parse_args()
     device = machine()
-    ours = Forms.chosen(None, Backend("cpu", host_chip()), may_turn=True)
+    ours = Forms.chosen(None, _kernels(), may_turn=True)
     contenders = (
         Contender("experts", EXPERTS, ours, 1),
         Contender("dense, our kernel", DENSE, ours, TOP_K),

@@ -225,7 +225,9 @@ def engine(size: Size, name: str) -> Facts:
             seconds = min(complete(llm, prompts(1, length), 1)[0] for _ in range(3))
             yield {"what": f"prefill of {length}", "seconds": seconds, "tokens_per_second": length / seconds}
         for rows in size.rows:
-            _, reports = complete(llm, prompts(rows, size.context), size.steps)
+            # The first row decodes while the prompts of others are computed, and goes on until all have decoded.
+            meanwhile = rows * size.context // size.engine["max_num_batched_tokens"]
+            _, reports = complete(llm, prompts(rows, size.context), meanwhile + size.steps)
             steps = [one.device_seconds for one in reports if one.num_decode == rows and not one.num_prefill]
             least = memory.weights + rows * size.context * kv_bytes
             yield {

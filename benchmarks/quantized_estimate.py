@@ -38,25 +38,27 @@ from jaxvllm.models.ops import InStack, Slice, project
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import TpuChip
 from pallas_kernels.deviceless import compile_only_devices
-from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, UINT4
 from pallas_kernels.quantized_matmul.tpu import QuantizedMatrices, choose_blocks, loop_lengths
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, place
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
-ROWS = (1, 16)
+ROWS = (1, 2, 16)
 LAYERS = 2
 MATRIX = ParamDecl((24576, 4096), (None, None), storage="matrix")
 WAYS: Mapping[str, StoredAs | Form] = {
     "bfloat16": PLAIN,
     "int8, by XLA": ScaledRows(),
     "int8": QUANTIZATIONS["int8"],
-    "int8, groups of 128": StoredAs(INT8, 128, "bfloat16"),
+    "FP8, by XLA": ScaledRows(code=E4M3),
+    "FP8": QUANTIZATIONS["fp8"],
     "FP8, blocks of 128": StoredAs(E4M3, 128, "float32"),
     "int4, groups of 128": QUANTIZATIONS["int4"],
     "int4, groups of 32": QUANTIZATIONS["int4_g32"],
     "int4, 128, with zeros": StoredAs(UINT4, 128, "float16", has_zeros=True),
     "MXFP4": StoredAs(FLOAT4, 32, "float8_e8m0fnu"),
+    "NVFP4": StoredAs(FLOAT4, 16, "float32"),
 }
 
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ [A-Z]* *: (>*)")

@@ -1,13 +1,14 @@
 """Measures process start to first token, cold (nothing compiled before) and warm, of `jaxvllm generate`.
 
-There are two models: the embedded one, and one of Qwen3 0.6B's shape with random weights, which are written to a
-temporary directory as a checkpoint and read from there. Each start is a process of its own, which completes one prompt
-of 5 tokens with 16 tokens. Cold starts have an empty cache directory each. Warm ones have that of the first cold start.
+There are three models: the embedded one, and one of Qwen3 0.6B's shape with random weights, which are written to a
+temporary directory as a checkpoint, and as a GGUF file in Q4_K_M, and read from there. Each start is a process of its
+own, which completes one prompt of 5 tokens with 16 tokens. Cold starts have an empty cache directory each. Warm ones
+have that of the first cold start.
 With `--other`, starts of another checkout of this project (for example one of an older commit) alternate with ours,
 with their own cache directories. Prints medians and ranges, where the time of a median start went, and with `--ladder`
 how long all programs take. Writes benchmarks/results/startup-DATE-COMMIT.json.
 
-    python -m benchmarks.startup [--runs 5] [--cold-runs 2] [--models demo 0.6B] [--other ../wt/base] [--ladder]
+    python -m benchmarks.startup [--runs 5] [--cold-runs 2] [--models 0.6B-Q4_K_M] [--other ../wt/base] [--ladder]
 
 Have bytecode made before (`make venv` does), or each start compiles the sources of all libraries where
 PYTHONDONTWRITEBYTECODE is set.
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.qwen3 import qwen3_600m, write_model, write_weights
+from benchmarks.qwen3_gguf import write_q4_k_m
 from benchmarks.result_files import ROOT, machine, spread, write_record
 
-OPTIONS = {"demo": [], "0.6B": ["--max-model-len", "2048"]}
+LARGE = ["--max-model-len", "2048"]
+OPTIONS = {"demo": [], "0.6B": LARGE, "0.6B-Q4_K_M": LARGE}
 PROMPT = "t1 t2 t3 t4 t5"
 SINCE_START = re.compile(r"([\d.]+) s after the process started$", re.MULTILINE)
 STAGES = re.compile(r"^engine started in .*$", re.MULTILINE)
@@ -79,7 +82,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="warm starts of each model")
     parser.add_argument("--cold-runs", type=int, default=2, help="cold starts of each model, at least one")
     parser.add_argument("--ladder", action="store_true", help="also compile every program, and load every program")
-    parser.add_argument("--models", nargs="+", default=["demo", "0.6B"], choices=["demo", "0.6B"])
+    parser.add_argument("--models", nargs="+", default=["demo", "0.6B"], choices=list(OPTIONS))
     parser.add_argument("--other", type=Path, help="another checkout of this project")
     args = parser.parse_args()
     device = machine()
@@ -87,10 +90,14 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as directory:
         for model in args.models:
-            if model != "demo":
-                write_model(Path(directory), qwen3_600m())
-                write_weights(Path(directory), qwen3_600m())
-            results += measure(model, "demo" if model == "demo" else directory, checkouts, args)
+            path = model if model == "demo" else str(Path(directory, f"{model}.gguf" if "Q4" in model else model))
+            if model == "0.6B":
+                Path(path).mkdir()
+                write_model(Path(path), qwen3_600m())
+                write_weights(Path(path), qwen3_600m())
+            elif model != "demo":
+                write_q4_k_m(Path(path), qwen3_600m())
+            results += measure(model, path, checkouts, args)
     print("\n| model | checkout | start | first token, s | where a median start's time went |")
     print("|---|---|---|---|---|")
     for kind in dict.fromkeys((one["model"], one["checkout"], one["kind"]) for one in results):

@@ -98,7 +98,7 @@ class EngineConfig:
     coordinator: str | None = None  # HOST:PORT, any free port on the host of process 0
     num_processes: Count | None = None  # processes that make up the mesh, usually one on each host
     process_id: Rank | None = None  # the number of this process; process 0 takes the requests, the others follow it
-    row_buckets: tuple[Seqs, ...] | None = None  # decode batches to compile; None: powers of two, on CPU 24, 48 ... too
+    row_buckets: tuple[Seqs, ...] | None = None  # decode batches to compile; None: powers of two, CPU: more, TPU: not 1
     token_buckets: tuple[StepTokens, ...] | None = None  # prefill step sizes to compile; None: powers of two from 16
     max_decode_burst: Burst = 32  # decode steps that one program may take while no request waits; 1: never several
     speculation: bool = True  # guess tokens and verify several in one step, where that is measured to be quicker

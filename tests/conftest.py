@@ -7,7 +7,7 @@ import sys
 
 # By environment, before anything imports jax: host-only tests then never pay for that import, and the
 # processes that tests start are as strict as the tests.
-# `make test-gpu` runs the tests of the kernels for GPUs on the one that is here.
+# With JAXVLLM_TEST_GPU in the environment, the tests of the kernels for GPUs run on the one that is here.
 os.environ["JAX_PLATFORMS"] = "cuda" if "JAXVLLM_TEST_GPU" in os.environ else "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 # Interpreted kernels wait for each other on threads of XLA's: as many as there are cores can all be waiting.
@@ -26,6 +26,11 @@ import hypothesis
 import pytest
 
 from tests import run_cache
+
+# Engines in processes of their own compile quickly: see there.
+CHILDREN = str(Path(__file__).parent / "children")
+if CHILDREN not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (CHILDREN, os.environ.get("PYTHONPATH"))))
 
 # A shared two-core machine is slow at times: that is no failure. CI tries the same examples every time, so
 # that a change is never blamed for what another day's luck would have found; here they are fresh.

@@ -17,24 +17,61 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Qwen2MoeForCausalLM": gguf.MODEL_ARCH.QWEN2MOE,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "CohereForCausalLM": gguf.MODEL_ARCH.COMMAND_R,
+    "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
+    "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
+    "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
+    "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
     "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "AfmoeForCausalLM": gguf.MODEL_ARCH.AFMOE,
     "ArceeForCausalLM": gguf.MODEL_ARCH.ARCEE,
     "Dots1ForCausalLM": gguf.MODEL_ARCH.DOTS1,
     "MiniMaxM2ForCausalLM": gguf.MODEL_ARCH.MINIMAXM2,
     "OlmoeForCausalLM": gguf.MODEL_ARCH.OLMOE,
     "Ernie4_5ForCausalLM": gguf.MODEL_ARCH.ERNIE4_5,
+    "Ernie4_5_MoeForCausalLM": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "ExaoneMoeForCausalLM": gguf.MODEL_ARCH.EXAONE_MOE,
+    "Exaone4ForCausalLM": gguf.MODEL_ARCH.EXAONE4,
+    "Gemma4ForCausalLM": gguf.MODEL_ARCH.GEMMA4,
+    "Gemma3nForCausalLM": gguf.MODEL_ARCH.GEMMA3N,
+    "HunYuanMoEV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "Ministral3ForCausalLM": gguf.MODEL_ARCH.MISTRAL3,
+    "NemotronForCausalLM": gguf.MODEL_ARCH.NEMOTRON,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "Glm4ForCausalLM": gguf.MODEL_ARCH.GLM4,
     "Glm4MoeForCausalLM": gguf.MODEL_ARCH.GLM4_MOE,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "GraniteMoeForCausalLM": gguf.MODEL_ARCH.GRANITE_MOE,
     "HunYuanDenseV1ForCausalLM": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "Olmo3ForCausalLM": gguf.MODEL_ARCH.OLMO2,
     "SeedOssForCausalLM": gguf.MODEL_ARCH.SEED_OSS,
     "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
 }
-TURNED = {gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.ARCEE, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.SMOLLM3}
+_ARCH = gguf.MODEL_ARCH
+TURNED = {
+    _ARCH.LLAMA,
+    _ARCH.ARCEE,
+    _ARCH.GRANITE,
+    _ARCH.GRANITE_MOE,
+    _ARCH.GRANITE_HYBRID,
+    _ARCH.MISTRAL3,
+    _ARCH.SMOLLM3,
+}
+# Norms are stored with 1 added.
+MOVED = {_ARCH.GEMMA, _ARCH.GEMMA2, _ARCH.GEMMA3, _ARCH.QWEN3NEXT, _ARCH.QWEN35, _ARCH.QWEN35MOE, _ARCH.NEMOTRON}
 Choice = Callable[[str], Kind]
 
 
@@ -44,6 +81,7 @@ def write_gguf(
     weights: Mapping[str, np.ndarray],
     kind_of: Choice = lambda _: Kind.F32,
     *,
+    architecture: gguf.MODEL_ARCH | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda _: None,
     **options: Any,
@@ -51,9 +89,10 @@ def write_gguf(
     """Writes a model of Hugging Face's tensors, and returns the values that these have after they were rounded.
 
     kind_of: the type of each tensor, by its name in the file
+    architecture: another name for the model than the usual one
     extra: tensors that only the file has
     """
-    architecture = ARCHITECTURES[config["architectures"][0]]
+    architecture = architecture or ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], **options)
     _add_config(writer, config)
     more(writer)
@@ -64,7 +103,7 @@ def write_gguf(
         assert own is not None, name
         change, back = _changes(architecture, name, config)
         data = change(np.stack(list(parts.values())) if len(parts) > 1 else next(iter(parts.values())))
-        kind = kind_of(own) if data.ndim > 1 else Kind.F32
+        kind = kind_of(own) if data.ndim > 1 and "norm" not in own else Kind.F32
         stored = gguf.quants.quantize(np.ascontiguousarray(data), kind)
         writer.add_tensor(own, stored, raw_dtype=kind)
         values = back(gguf.quants.dequantize(stored.view(np.uint8), kind).reshape(data.shape))
@@ -84,7 +123,8 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -112,6 +152,33 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         ("embedding_multiplier", writer.add_embedding_scale),
         ("residual_multiplier", writer.add_residual_scale),
         ("logits_scaling", writer.add_logit_scale),
+        ("logit_scale", writer.add_logit_scale),
+        ("layer_norm_eps", writer.add_layer_norm_eps),
+        ("norm_epsilon", writer.add_layer_norm_eps),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("interleave_moe_layer_step", writer.add_interleave_moe_layer_step),
+        ("linear_conv_kernel_dim", writer.add_ssm_conv_kernel),
+        ("linear_num_key_heads", writer.add_ssm_group_count),
+        ("linear_key_head_dim", writer.add_ssm_state_size),
+        ("linear_num_value_heads", writer.add_ssm_time_step_rank),
+        ("kv_lora_rank", writer.add_kv_lora_rank),
+        ("norm_eps", writer.add_layer_norm_eps),
+        ("num_shared_experts", writer.add_expert_shared_count),
+        ("route_scale", writer.add_expert_weights_scale),
+        ("num_dense_layers", writer.add_leading_dense_block_count),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("moe_shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+        ("moe_latent_size", writer.add_moe_latent_size),
+        ("moe_num_experts", writer.add_expert_count),
+        ("moe_k", writer.add_expert_used_count),
+        ("moe_num_shared_experts", writer.add_expert_shared_count),
+        ("moe_layer_interval", writer.add_interleave_moe_layer_step),
+        ("conv_L_cache", writer.add_shortconv_l_cache),
+        ("altup_num_inputs", writer.add_altup_num_inputs),
+        ("altup_active_idx", writer.add_altup_active_idx),
+        ("hidden_size_per_layer_input", writer.add_embedding_length_per_layer_input),
+        ("num_kv_shared_layers", writer.add_shared_kv_layers),
+        ("q_lora_rank", writer.add_q_lora_rank),
     ):
         if config.get(key) is not None:
             add(config[key])
@@ -160,12 +227,12 @@ def _changes(
     module, _, kind = name.rpartition(".")
     if architecture in TURNED and module.endswith(("q_proj", "k_proj")):
         count = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
+        count = max(count) if isinstance(count, list) else count
         return (
             lambda x: x.reshape(count, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
             lambda x: x.reshape(count, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape),
         )
-    is_gemma = architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3)
-    if is_gemma and name.endswith("norm.weight"):
+    if architecture in MOVED and name.endswith("norm.weight") and "linear_attn" not in name:
         return (lambda x: x + 1, lambda x: x - 1)
     return (lambda x: x, lambda x: x)
 

@@ -1,11 +1,15 @@
-"""Quick compilation, for programs that run for a few steps."""
+"""Quick compilation, for programs that run for a few steps.
 
+Processes of engines that tests start import this, too (`tests/children/sitecustomize.py`), so it needs no pytest.
+"""
+
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import jax
-import pytest
 from jax._src import compiler
 
 from jaxvllm.models.spec import ModelSpec
@@ -33,6 +37,9 @@ _ONE_PART = _debug_options(_varint(323 << 3) + _varint(1))
 _EARLIER_EMITTERS = _debug_options(
     _message(500, _message(1, b"xla_cpu_disable_new_fusion_emitters") + _message(2, b"true"))
 )
+# A CPU does not read this variable, and the name of a program contains it: no program of the earlier emitters is loaded
+# for an engine that is compiled in the usual way.
+_UNREAD = "LIBTPU_INIT_ARGS"
 
 
 @contextmanager
@@ -44,8 +51,7 @@ def _more_options(serialized: bytes) -> Iterator[None]:
         options = usual(*args, **kwargs)
         return type(options).ParseFromString(options.SerializeAsString() + serialized)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", more)
+    with mock.patch.object(compiler, "get_compile_options", more):
         yield
 
 
@@ -58,8 +64,7 @@ def quick_compilation() -> Iterator[None]:
     later.
     """
     before = jax.config.values["jax_disable_most_optimizations"]
-    with pytest.MonkeyPatch.context() as patch, _more_options(_ONE_PART):
-        patch.setitem(COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0)
+    with mock.patch.dict(COMPILER_OPTIONS["cpu"], xla_backend_optimization_level=0), _more_options(_ONE_PART):
         jax.config.update("jax_disable_most_optimizations", True)
         try:
             yield
@@ -73,11 +78,14 @@ def earlier_emitters() -> Iterator[None]:
 
     Only models with states are much slower then (the tests of Qwen 3.5's took 102 seconds of the CPU and not 44).
     """
-    with pytest.MonkeyPatch.context() as patch, _more_options(_EARLIER_EMITTERS):
-        # What a CPU does not read, and the name of a program contains: none of these is loaded for an engine that is
-        # compiled in the usual way.
-        patch.setenv("LIBTPU_INIT_ARGS", "earlier emitters")
-        yield
+    before = os.environ.get(_UNREAD)
+    with _more_options(_EARLIER_EMITTERS):
+        os.environ[_UNREAD] = "earlier emitters"
+        try:
+            yield
+        finally:
+            os.environ.pop(_UNREAD)
+            os.environ.update({} if before is None else {_UNREAD: before})
 
 
 def quick_emitters(spec: ModelSpec) -> AbstractContextManager[None]:
@@ -98,8 +106,7 @@ def rare_programs(on_demand: bool) -> Iterator[None]:
 
     It is what beam searches, masks, rare parameters and readouts need: nearly two seconds of the CPU an engine.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Programs, "__init__", _begin_with_buckets_alone if on_demand else _begin)
+    with mock.patch.object(Programs, "__init__", _begin_with_buckets_alone if on_demand else _begin):
         yield
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     for chip in arguments.chips or CHIPS:
         print(f"\n{chip}\n{HEADER}", flush=True)
         outcomes[chip] = []
-        for outcome in chain.from_iterable(compile_for(chip, kind) for kind in KINDS):
+        for outcome in chain.from_iterable(compile_for(chip, (kind,)) for kind in KINDS):
             print(outcome.row(), flush=True)
             outcomes[chip].append(outcome)
     every = [outcome for results in outcomes.values() for outcome in results]
@@ -63,12 +63,15 @@ def compiler_versions() -> dict[str, str]:
 
 
 def compile_for(
-    chip: str, kind: Kind, programs: Sequence[str] = (), python: Path = AOT / "bin" / "python"
+    chip: str, kinds: Sequence[Kind], programs: Sequence[str] = (), python: Path = AOT / "bin" / "python"
 ) -> Iterator[Outcome]:
-    """Compiles these programs (none: all) of one kind for `chip`, in order. Raises RuntimeError if no worker starts."""
+    """Compiles these programs (none: all) of some kinds for `chip`, in order. Raises RuntimeError if no worker starts.
+
+    All of them are compiled in one process, unless it dies. The resources of kernels are told where no kind is "step".
+    """
     left = tuple(programs)
     while True:
-        with closing(Worker(python, chip, kind, left)) as worker:
+        with closing(Worker(python, chip, kinds, left)) as worker:
             left = worker.programs
             while left and worker.is_alive:
                 name, left = left[0], left[1:]
@@ -80,17 +83,17 @@ def compile_for(
 class Worker:
     """A process that compiles programs for one chip, one after another."""
 
-    def __init__(self, python: Path, chip: str, kind: Kind, programs: Sequence[str]):
+    def __init__(self, python: Path, chip: str, kinds: Sequence[Kind], programs: Sequence[str]):
         self.is_alive = True
         self._scratch = tempfile.TemporaryDirectory(prefix="jaxvllm-aot-")
         dumps = Path(self._scratch.name) / "dumps"
         self._stderr = Path(self._scratch.name) / "stderr"
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [python, "-m", "tools.aot_worker", chip, kind, dumps, *programs],
+                [python, "-m", "tools.aot_worker", chip, ",".join(kinds), dumps, *programs],
                 cwd=ROOT,
                 # Dumping would double the time of a step, and its kernels are measured alone already.
-                env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if kind != "step" else {}),
+                env=os.environ | {"JAX_PLATFORMS": "cpu"} | (dump_environment(dumps) if "step" not in kinds else {}),
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 bufsize=0,  # because select does not see the contents of a buffer

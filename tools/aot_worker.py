@@ -28,7 +28,7 @@ from tools.kernel_resources import read_resources
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chip")
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kinds", help=f"some of {', '.join(KINDS)}, with commas between them")
     parser.add_argument("dumps", type=Path, help="where this process's compilers dump to, if they do; emptied")
     parser.add_argument("programs", nargs="*", help="their names; none: all of the chip")
     arguments = parser.parse_args()
@@ -36,7 +36,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     chip = chip_named(arguments.chip)
-    known = {program.name: program for program in programs(chip, arguments.kind)}
+    kinds = [kind for kind in KINDS if kind in arguments.kinds.split(",")]
+    known = {program.name: program for kind in kinds for program in programs(chip, kind)}
     chosen = [known[name] for name in arguments.programs or known]
     meshes = {
         shape: make_mesh(shape, compile_only_devices(chip, shape.num_devices))

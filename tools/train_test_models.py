@@ -98,7 +98,7 @@ class TrainableExperts(ExpertsFfn):
         return cls(**vars(experts))
 
     def apply(self, weights: Any, x: jax.Array, given: LayerInput) -> jax.Array:
-        chosen, counts = self.router.choose(weights, x)
+        chosen, counts = self.router.choose(weights, x, given.backend)
         is_chosen = jax.nn.one_hot(chosen, self.num_held)  # [T, top_k, X]
         gate, up = jnp.moveaxis(jnp.einsum("te,xgfe->txgf", x, _matrices(weights["experts_gate_up"])), 2, 0)
         h = jax.nn.silu(gate) * up * jnp.einsum("tkx,tk->tx", is_chosen, counts)[..., None]

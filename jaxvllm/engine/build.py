@@ -127,8 +127,7 @@ def build(
     mesh = make_mesh(config.mesh_shape, devices)
     meshes = (mesh,) if config.shares_experts else replica_meshes(mesh)
     device = meshes[0].devices.flat[0]
-    on_cpu = device.platform == "cpu"
-    if on_cpu:
+    if device.platform == "cpu":
         keep_temporaries()
     directory = resolve(config.model)
     resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
@@ -149,7 +148,7 @@ def build(
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-    ladder = bucket_ladder(config, resolved, on_cpu, proposer)
+    ladder = bucket_ladder(config, resolved, device.platform, proposer)
     smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
     smallest.pages(spec, backend, meshes[0])  # which raises, before weights are read, where there are no such pages
     tokenizer_directory = _tokenizer_directory(config, directory)
@@ -161,7 +160,6 @@ def build(
         reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
         lenient = config.structured_outputs_lenient
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
-        constraints.warm_up()  # beside the reading of the weights, which needs the GIL little
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
     named = cache(lambda: model_name(config, resolved, directory))
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
@@ -248,6 +246,8 @@ def build(
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
 
+    if constraints is not None:
+        holders[0].programs.then(constraints.warm_up)  # which takes 1 s here, and as much in a process, for 152k tokens
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 
@@ -335,16 +335,17 @@ def _load(
 
 
 def bucket_ladder(
-    config: EngineConfig, resolved: ResolvedConfig, on_cpu: bool, proposer: Proposer | None = None
+    config: EngineConfig, resolved: ResolvedConfig, platform: str, proposer: Proposer | None = None
 ) -> BucketLadder:
     """Returns the shapes that an engine compiles. Raises ValueError when the config wants larger ones than a step."""
-    seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    rows = row_counts(resolved.max_num_seqs, platform)
+    tokens = max(resolved.max_num_batched_tokens, rows[-1])
     return BucketLadder.build(
-        _buckets(config.row_buckets, "row_buckets", row_counts(seqs, on_cpu)),
+        _buckets(config.row_buckets, "row_buckets", rows),
         _buckets(config.token_buckets, "token_buckets", powers_of_two(min(16, tokens), tokens)),
         # Replicas in lockstep would have to agree in every turn of the loop whether there is another one.
         width=1 if config.shares_experts else config.max_decode_burst,
-        drafts=_draft_room(config, step_overhead(on_cpu), proposer),
+        drafts=_draft_room(config, step_overhead(on_cpu=platform == "cpu"), proposer),
     )
 
 

@@ -67,10 +67,14 @@ class GrammarCompiler:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends a thread
         self._lock = threading.Lock()  # of the number of threads
         self._num_threads = 0
+        self._is_closed = False
         self._building = threading.Lock()
 
     def warm_up(self) -> None:
-        """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large."""
+        """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large.
+
+        Once closed, it does nothing.
+        """
         if self._vocab_size >= LARGE_VOCABULARY:
             self._submit(self.trials.start)
             self._submit(lambda: None if self._tokens else None)
@@ -88,12 +92,15 @@ class GrammarCompiler:
     def close(self) -> None:
         """Ends the threads after what they compile, and the other process. Nothing may be compiled afterwards."""
         with self._lock:
+            self._is_closed = True
             for _ in range(self._num_threads):
                 self._jobs.put(None)
         self.trials.close()
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             if self._num_threads < NUM_THREADS:
                 self._num_threads += 1
                 before = threading.stack_size(STACK_BYTES)

@@ -53,9 +53,10 @@ class Trials:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Starts the process unless it runs."""
+        """Starts the process unless it runs, or nothing may be tried any more."""
         with self._lock:
-            self._running()
+            if not self._is_closed:
+                self._running()
 
     def run(self, source: str) -> Future[Trial]:
         """Tries a grammar. Takes as long as starting the process if there is none."""

@@ -17,6 +17,7 @@ from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
+from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ALONE, ModelAxis
 
 
@@ -97,11 +98,13 @@ def run_layers[Kv](
     embeddings: jax.Array | None = None,
     recur: Recur[Kv] = no_recur,
     is_real: jax.Array | None = None,
+    is_read: jax.Array | None = None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None = None,
+    backend: Backend = REFERENCE,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns x [T, E] after all layers, and what `run_part` returns beside it."""
     x = begin_layers(params, spec, x)
-    ways = attend, axis, depths, embeddings, recur, is_real, count
+    ways = attend, axis, depths, embeddings, recur, is_real, is_read, count, backend
     x, states, kv = run_part(params, spec, x, positions, kv, *ways)
     return end_layers(params, spec, x), states, kv
 
@@ -135,14 +138,17 @@ def run_part[Kv](
     embeddings: jax.Array | None,
     recur: Recur[Kv],
     is_real: jax.Array | None,
+    is_read: jax.Array | None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None,
+    backend: Backend,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns what the layers of a stage hand on, the states [N, T, E] after the first `depths[n]`, and the cache.
 
     x  # [T, E], or [T, A, E]: what the layer before them has handed on, see `begin_layers`
     embeddings  # [L, T, P]: of these layers, what the tokens mean to each alone
-    `is_real` bool[T] is False for padding, which may be computed or not. `count` gets the experts i32[T, k] that tokens
-    have chosen, and the number of the layer among these.
+    `is_real` bool[T] is False for padding, which may be computed or not. `is_read` bool[T] is False for tokens whose x
+    nobody reads after the last layer, where it may be anything; None: all are read. `count` gets the experts i32[T, k]
+    that tokens have chosen, and the number of the layer among these.
     """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
@@ -160,6 +166,9 @@ def run_part[Kv](
         rope: Scalar,
     ) -> tuple[jax.Array, jax.Array, Kv]:
         x, states, kv = carry
+        is_needed = is_real
+        if is_real is not None and is_read is not None:
+            is_needed = is_real & (is_read | (jnp.asarray(number) < spec.num_layers - 1))
         given = LayerInput(
             positions,
             rotation(rope),
@@ -169,9 +178,10 @@ def run_part[Kv](
             layer.memory,
             number if layer.reads is None else layer.reads,
             window,
-            is_real,
+            is_needed,
             None if embeddings is None else embeddings[number],
             None if count is None else lambda kv, chosen: count(kv, chosen, number),
+            backend,
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.positive import require_positive
+from pallas_kernels.backend import Backend
+from pallas_kernels.grouped_matmul import top_k
 
 # softmax: over all experts, before the choice. sigmoid: of each expert alone. chosen: the softmax over those that were
 # chosen by their logits. chosen_sigmoid: the sigmoid of each of those.
@@ -100,7 +102,7 @@ class ExpertRouter:
             decls["router_choice"] = ParamDecl((self.num_experts,), (None,), "zeros", dtype="float32")
         return decls
 
-    def choose(self, weights: Mapping[str, Any], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(self, weights: Mapping[str, Any], x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.Array]:
         """Returns the experts i32[T, top_k] of each row of x [T, E], the best first, and what they count, f32."""
         with jax.named_scope("router"):
             logits = self.logits.apply(weights, "router", x.astype(jnp.float32))
@@ -110,16 +112,16 @@ class ExpertRouter:
                 chosen, counts = self.scoring.choose(logits, self.top_k)
                 return chosen, counts * self.scale
             if self.scoring == "chosen":
-                best, chosen = jax.lax.top_k(logits, self.top_k)
+                best, chosen = top_k(logits, self.top_k, backend)
                 return chosen, jax.nn.softmax(best, axis=-1) * self.scale
             if self.scoring == "chosen_sigmoid":
-                best, chosen = jax.lax.top_k(logits, self.top_k)
+                best, chosen = top_k(logits, self.top_k, backend)
                 return chosen, self._normalized(jax.nn.sigmoid(best)) * self.scale
             scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
             wanted = scores + weights["router_choice"] if self.has_choice_bias else scores
             if self.groups is not None:
                 wanted = self.groups.limited(wanted)
-            _, chosen = jax.lax.top_k(wanted, self.top_k)
+            _, chosen = top_k(wanted, self.top_k, backend)
             return chosen, self._normalized(jnp.take_along_axis(scores, chosen, axis=-1)) * self.scale
 
     def _normalized(self, counts: jax.Array) -> jax.Array:

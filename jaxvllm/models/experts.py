@@ -30,6 +30,7 @@ from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
+from pallas_kernels.grouped_matmul import order_rows
 from sharding.axis import ALONE, ModelAxis, ReplicaAxis
 from sharding.whole_mesh import WholeMesh
 
@@ -171,7 +172,7 @@ class ExpertsFfn(ChoosingFfn):
     def apply_choosing(
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
     ) -> tuple[jax.Array, jax.Array]:
-        chosen, counts = self.router.choose(weights, x)
+        chosen, counts = self.router.choose(weights, x, given.backend)
         beside, together = self._axes_of_sums(given.axis)
         out = self._chosen(weights, x, chosen, counts, given)
         if self.shared is not None:
@@ -204,26 +205,24 @@ class ExpertsFfn(ChoosingFfn):
         the part of the devices that have this one's place in their replicas.
         """
         exchange = self._exchange(given.axis)
-        choices = exchange.of_all(Choices(chosen, counts, given.is_real))
+        choices = exchange.of_all(Choices(chosen, counts, given.is_needed))
         num_tokens, each = choices.experts.shape
         held = _slots_of(weights[SLOTS], choices.experts) if self.has_slots else choices.experts
-        if choices.is_real is not None:  # padding chooses no expert, whose matrices would be read for nothing
-            held = jnp.where(choices.is_real[:, None], held, NOWHERE)
+        if choices.is_needed is not None:  # others choose no expert, whose matrices would be read for nothing
+            held = jnp.where(choices.is_needed[:, None], held, NOWHERE)
         own = held - self._first_held(given.axis) if self.is_by_expert else held
         is_here = (own >= 0) & (own < self.num_held)
         # Rows of experts that are elsewhere come last, and are not computed. A token has no expert twice.
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
-        order = jnp.argsort(expert, stable=True)[: num_tokens * min(each, self.num_held)]
-        # The rows before each expert. A search among sorted rows is a loop, and took 15 us a layer (CPU, 16 tokens).
-        starts = (expert < jnp.arange(self.num_held + 1)[:, None]).sum(1, dtype=jnp.int32)
-        rows = exchange.states(x, held, order // each)
+        order = order_rows(expert, self.num_held, given.backend)
+        own_rows, starts = order.rows[: num_tokens * min(each, self.num_held)], order.starts
+        rows = exchange.states(x, held, own_rows // each)
         if self.weighs_input:
-            rows = rows * choices.counts.reshape(-1)[order][:, None].astype(x.dtype)
+            rows = rows * choices.counts.reshape(-1)[own_rows][:, None].astype(x.dtype)
         h = self._inner(weights, rows, starts)
         y = project_grouped(h, weights["experts_down"], starts)
-        places = jnp.zeros_like(expert).at[order].set(jnp.arange(len(order), dtype=expert.dtype))
         factors = jnp.ones_like(choices.counts) if self.weighs_input else choices.counts
-        return exchange.sums(y, places, held, factors)[: len(x)]
+        return exchange.sums(y, order.places, held, factors)[: len(x)]
 
     def _exchange(self, axis: ModelAxis) -> ExpertExchange:
         """Returns the way of tokens to experts and back."""

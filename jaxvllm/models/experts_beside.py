@@ -43,7 +43,8 @@ class ExpertsBesideFfn(ExpertsFfn):
     ) -> tuple[jax.Array, jax.Array]:
         assert self.shared is not None
         scale = weights["router_scale"] * self.hidden_size**-0.5
-        chosen, counts = self.router.choose(weights, self.norm.over(x.astype(jnp.float32), scale))
+        read = self.norm.over(x.astype(jnp.float32), scale)
+        chosen, counts = self.router.choose(weights, read, given.backend)
         counts = counts * weights["router_counts"][chosen]
         experts = self._chosen(weights, self.norm.apply(weights, "experts_norm", x), chosen, counts, given)
         shared = self._shared(weights, self.norm.apply(weights, "shared_norm", x), self.shared)

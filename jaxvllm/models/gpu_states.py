@@ -25,6 +25,11 @@ from pallas_kernels.ragged_paged_attention import RaggedRows
 if TYPE_CHECKING:
     from pallas_kernels.linear_attention.gpu import ChunkPlan, ChunkUnit, StatePlan, StateTile, StateTokens
 
+# By chunks in steps for so many tokens. What XLA prepares for chunks costs more than they gain in shorter ones: a layer
+# of Qwen3-Next takes 352 us of an H100 by chunks for a prompt of 512 tokens and 311 token by token, and 1,148 and 1,311
+# for 2,048 (benchmarks/results/h100-2026-11-26-0546cae.json).
+CHUNKED_STEP = 1024
+
 type MatrixRecurrence = GatedDelta | ChannelDelta | SelectiveScan
 
 
@@ -88,7 +93,7 @@ class GpuStates:
         """Makes what all layers of a step share."""
         from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_chunks, plan_states
 
-        if rows.decode_only or len(rows.token_rows) <= FEW_TOKENS or self.chunk_unit is None:
+        if rows.decode_only or len(rows.token_rows) < CHUNKED_STEP or self.chunk_unit is None:
             return GpuStatesPlan(rows, plan_states(rows, page_size), None)
         by_chunks = rows.query_lens() > FEW_TOKENS
         return GpuStatesPlan(rows, plan_states(rows, page_size, ~by_chunks), plan_chunks(rows, page_size, by_chunks))

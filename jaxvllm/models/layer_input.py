@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from jaxvllm.models.layer_memory import LayerMemory
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import IndexQueries
 from sharding.axis import ModelAxis
 
@@ -81,7 +82,10 @@ class LayerInput:
     # A token sees the last `window` positions, itself included, or all where that is NO_WINDOW. It is an int, or an
     # i32 scalar inside a loop over layers that differ in it.
     window: Scalar
-    is_real: jax.Array | None = None  # bool[T]: False for padding; None: no token is padding
+    # bool[T]: False for padding, and in the last layer for tokens that nobody reads: what its FFN returns for those is
+    # arbitrary. None: all tokens are needed.
+    is_needed: jax.Array | None = None
     embedding: jax.Array | None = None  # [T, P]: what the tokens mean to this layer alone, in models that have that
     # Returns the cache in which the experts that tokens have chosen, i32[T, k], are counted. None: nobody counts them.
     count: Callable[[Any, jax.Array], Any] | None = None
+    backend: Backend = REFERENCE  # whose kernels compute what no form of a matrix and no memory does

@@ -76,7 +76,7 @@ class PlainExpertsFfn(ExpertsFfn):
         self, weights: Mapping[str, Any], x: jax.Array, given: LayerInput
     ) -> tuple[jax.Array, jax.Array]:
         beside, together = self._axes_of_sums(given.axis)
-        chosen, counts = self.router.choose(weights, x)
+        chosen, counts = self.router.choose(weights, x, given.backend)
         narrow = x if self.latent_size is None else self.narrow.apply(weights, "experts_narrow", x)
         out = self._chosen(weights, narrow, chosen, counts, given)
         if self.latent_size is not None:

@@ -85,12 +85,12 @@ class CompiledSteps:
         self.platform = devices[0].platform
         self._is_tpu = deployment.target.platform == "tpu"
         self._num_devices = shape.num_devices
-        self._compiler = StepCompiler(params, pages, deployment.spec, cache, deployment.backend, mesh)
+        self.compiler = StepCompiler(params, pages, deployment.spec, cache, deployment.backend, mesh)
 
     def compile(self, bucket: Bucket) -> StepFindings:
         """Compiles the step of one shape."""
         start = time.monotonic()
-        program = self._compiler.compile(bucket)
+        program = self.compiler.compile(bucket)
         seconds = time.monotonic() - start
         memories = [memory for part in program.parts if (memory := part.memory_analysis())]
         texts = [text for part in program.parts if (text := part.as_text())]

@@ -213,14 +213,18 @@ def _last(counts: list[int], most: int) -> int:
     return max((count for count in counts if count <= most), default=counts[0])
 
 
-def row_counts(largest: int, on_cpu: bool) -> tuple[int, ...]:
+def row_counts(largest: int, platform: str) -> tuple[int, ...]:
     """Returns the row counts of the default decode buckets: powers of two, and on a CPU the middle between two from 16.
 
     There the time of a decode step grows with its rows: 32 ms for 16, 69 for 32, 170 for 64 (model S, two cores).
     Elsewhere it is that of reading the weights up to some 250 rows, so programs for more row counts gain nothing.
+
+    A TPU has no step of one row, even if there is never more than one: libtpu expects it to take 2.4 times as long as
+    one of two rows on v5e, and 2.8 times on v6e (Qwen3-4B, `benchmarks/step_estimate.py`).
     """
-    powers = powers_of_two(1, largest)
-    middles = ((low + high) // 2 for low, high in pairwise(powers) if on_cpu and low >= 16)
+    least = 2 if platform == "tpu" else 1
+    powers = powers_of_two(least, max(least, largest))
+    middles = ((low + high) // 2 for low, high in pairwise(powers) if platform == "cpu" and low >= 16)
     return tuple(sorted({*powers, *middles}))
 
 

@@ -179,11 +179,14 @@ class LayerCache:
             kept_as = {"quantization": self.shape.quantization, "kv_scales": kv_scales}
             chosen, own = memory.choose(own, place, self._rows_of[number], k, index, self.backend, **kept_as)
             k = None
+        rows = self._rows_of[number]
+        if given.is_needed is not None and len(given.is_needed) == len(rows.token_rows):
+            rows = replace(rows, is_needed=given.is_needed)
         seen = chosen if index is not None and chosen is not None else None if index == "last" else index
         out, own = memory.attend(
             own,
             place,
-            self._rows_of[number],
+            rows,
             q,
             k,
             v,

@@ -27,6 +27,11 @@ class PromptScores:
     hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may read them
 
 
+def is_scored(batch: Batch) -> jax.Array:
+    """Returns bool[R]: whose tokens `score` scores."""
+    return batch.next_tokens != NOT_SCORED
+
+
 def score(
     hidden: jax.Array,
     batch: Batch,
@@ -59,6 +64,4 @@ def score(
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], scores)
 
     with jax.named_scope("prompt_scores"):
-        return jax.lax.cond(
-            jnp.any(batch.next_tokens != NOT_SCORED), compute, lambda: DeviceLogprobs.zeros(num_tokens, vocab_size)
-        )
+        return jax.lax.cond(jnp.any(is_scored(batch)), compute, lambda: DeviceLogprobs.zeros(num_tokens, vocab_size))

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 
 from jaxvllm.models.decoder import project_logits
 from jaxvllm.models.params import Params
-from jaxvllm.runtime.batch import unpack
+from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.expert_loads import with_loads
-from jaxvllm.runtime.prompt_scores import PromptScores, score
+from jaxvllm.runtime.prompt_scores import PromptScores, is_scored, score
 from jaxvllm.runtime.proposers import Proposer, SeenStep
 from jaxvllm.runtime.readouts.readout import Unsampled
 from jaxvllm.runtime.side_rows import SIDE_ROWS, known_tokens
@@ -66,8 +66,12 @@ def forward(
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
     depths = () if proposer is None else proposer.depths
+    # Proposers and pooled prompts read all tokens. Microbatches of stages have tokens of their own.
+    reads_all = proposer is not None or model.sampling.keeps_hidden or model.pipeline.stages.size > 1
+    is_read = None if reads_all else _are_read(batch, rows)
+    side_rows = state.get(SIDE_ROWS)
     computed, kv_pages = compute(
-        params, kv_pages, token_ids, rows, tables, model, depths, side_rows=state.get(SIDE_ROWS)
+        params, kv_pages, token_ids, rows, tables, model, depths, side_rows=side_rows, is_read=is_read
     )
     hidden, state = computed.hidden, with_loads(state, computed.loads)
     if proposer is not None:
@@ -84,6 +88,13 @@ def forward(
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)
     return kv_pages, state, Unsampled(hidden[last], slots, starts + batch.lengths), scores
+
+
+def _are_read(batch: Batch, rows: RaggedRows) -> jax.Array:
+    """Returns bool[T]: which tokens are sampled from, or scored: of most prompts only the last one of the step."""
+    tokens = jnp.arange(len(rows.token_rows))
+    is_last = tokens + 1 == rows.query_starts[1:][rows.token_rows]
+    return is_last | is_scored(batch)[rows.token_rows]
 
 
 def sample_rows(

@@ -109,10 +109,12 @@ def compute(
     depths: tuple[int, ...] = (),
     most_drafted: int | None = None,
     side_rows: jax.Array | None = None,
+    is_read: jax.Array | None = None,
 ) -> tuple[Computed, KVCachePages]:
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages].
 
-    With `side_rows` [N, E], the token `-1 - r` is its row r.
+    With `side_rows` [N, E], the token `-1 - r` is its row r. `is_read` bool[T] is False for tokens whose hidden states
+    may be anything, since nobody reads them; None: all are read.
     With `most_drafted` all but the first token of a row are drafts, and no row has more tokens than that. `commit` then
     says how many of them count.
     """
@@ -126,6 +128,7 @@ def compute(
         return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted, is_cut)
 
     first = model.first_layer
+    assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
     def run(
         part: ModelSpec, x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept
@@ -136,9 +139,11 @@ def compute(
         def count(kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
             return cache.count(kept, chosen, first + number)
 
-        ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real()
+        ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
         counting = count if model.shape.counts_loads else None
-        x, states, kept = run_part(params, part, x, rows.positions, cache.without_choice(kept), *ways, counting)
+        x, states, kept = run_part(
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend
+        )
         return x, states, kept._replace(chosen=None)
 
     kept = cache_of(shard, with_tables, own_pages).begin

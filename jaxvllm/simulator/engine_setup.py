@@ -49,8 +49,8 @@ class EngineSetup:
         Unless the config says how many, it has as many pages as fit beside the weights, by the planner's rule, without
         the temporaries of a step: nothing is compiled. Raises ValueError when the model does not fit.
         """
-        on_cpu = deployment.device == CPU
-        resolved = ResolvedConfig.of(config, deployment.hf_config, deployment.target.platform)
+        platform = deployment.target.platform
+        resolved = ResolvedConfig.of(config, deployment.hf_config, platform)
         num_pages = config.num_pages
         if num_pages is None:
             memory = Memory.of(deployment, 0, config.memory_utilization, deployment.page_size)
@@ -67,8 +67,8 @@ class EngineSetup:
             max_model_len=deployment.max_model_len,
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
-            ladder=bucket_ladder(config, resolved, on_cpu),
-            step_overhead=step_overhead(on_cpu),
+            ladder=bucket_ladder(config, resolved, platform),
+            step_overhead=step_overhead(on_cpu=platform == CPU),
             policy=POLICIES[config.scheduler],
             enable_prefix_caching=config.enable_prefix_caching,
             routing_policy=config.routing_policy,

@@ -1,8 +1,8 @@
 """`GgufVocabulary`: the tokenizer that a GGUF file's metadata describe, made again as one of Hugging Face's library.
 
 The metadata have a vocabulary, and either the merges and the name of a rule that cuts texts into words (byte-level BPE,
-`gpt2`), or the scores of SentencePiece (`llama`). Rules are those of the published tokenizer.json of the models that
-llama.cpp gives such a name (`llama-vocab.cpp`).
+`gpt2`), or the scores of SentencePiece (`llama`), or the merges that it would make (`gemma4`). Rules are those of the
+published tokenizer.json of the models that llama.cpp gives such a name (`llama-vocab.cpp`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,6 +83,9 @@ _QWEN2 = WordRule(_gpt4(""), composes=True)
 _GPT4, _GPT4O = WordRule(_gpt4("{1,3}")), WordRule(_by_case("{1,3}", f"{_CONTRACTIONS}?"))
 # As GPT-4's, but line breaks are no part of the signs before them.
 _SEED = WordRule((rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",))
+# As Qwen 2's, but marks are parts of words.
+_WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = WordRule((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}",), composes=True)
 # Three digits, and then Chinese and kana, are cut off before. A sign belongs to the Latin letters after it.
 _DEEPSEEK3 = WordRule(
     (
@@ -101,6 +104,7 @@ RULES: Mapping[str, WordRule] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "lfm2": _LLAMA3,
     "dbrx": _GPT4,  # which Phi-4 and OLMo 2 have
     "smaug-bpe": _GPT4,  # SmolLM3
     "glm4": _GPT4,
@@ -109,7 +113,10 @@ RULES: Mapping[str, WordRule] = {
     "deepseek-r1-qwen": _QWEN2,
     "hunyuan": WordRule(_gpt4("")),
     "hunyuan-dense": _DEEPSEEK3,
+    "deepseek-v3": _DEEPSEEK3,
+    "qwen35": _QWEN35,
     "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
     "minimax-m2": _GPT4O,
     "seed-coder": _SEED,
     "tekken": WordRule(_by_case("", ""), takes_whole=True, adds_bos=True),
@@ -138,9 +145,9 @@ class GgufVocabulary:
         values = {key.removeprefix(START): value for key, value in metadata.items() if key.startswith(START)}
         found = cls(path, values, templates, metadata.get("general.architecture"))
         model = values.get("model")
-        if model not in ("gpt2", "llama"):
-            found._reject(f"{START}model must be gpt2 or llama, not {model!r}")
-        lists = ("tokens", "token_type", "merges" if model == "gpt2" else "scores")
+        if model not in ("gpt2", "llama", "gemma4"):
+            found._reject(f"{START}model must be gpt2, llama or gemma4, not {model!r}")
+        lists = ("tokens", "token_type", "scores" if model == "llama" else "merges")
         if missing := [name for name in lists if not isinstance(values.get(name), list)]:
             found._reject(f"it has no list {START}{missing[0]}")
         tokens, kinds = values["tokens"], values["token_type"]
@@ -210,15 +217,16 @@ class GgufVocabulary:
         """Returns the merges. The library panics over one that makes no token, and its panic is no Exception."""
         ids, found = self._ids, []
         for merge in self.values["merges"]:
-            left, _, right = merge.partition(" ")
-            if not (left in ids and right in ids and left + right in ids):
+            space = merge.find(" ", 1)  # which may be a token itself
+            left, right = merge[:space], merge[space + 1 :]
+            if space < 0 or not (left in ids and right in ids and left + right in ids):
                 raise ValueError(f"the merge {merge!r} is none of its tokens")
             found.append((left, right))
         return found
 
     def _sentence_pieces(self) -> Backend:
         unknown = self._token("unknown_token_id") or "<unk>"
-        merges = _merges(self._scores)
+        merges = _merges(self._scores) if self.values["model"] == "llama" else self._written_merges()
         backend = Backend(models.BPE(self._ids, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True))
         spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
         ends: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -231,7 +239,7 @@ class GgufVocabulary:
 
     def _frame(self, backend: Backend) -> None:
         """Has texts begin with the BOS and end with the EOS, as far as the metadata say so."""
-        by_default = self.values["model"] == "llama" or RULES[self.values["pre"]].adds_bos
+        by_default = self.values["model"] != "gpt2" or RULES[self.values["pre"]].adds_bos
         wanted = (("bos_token_id", "add_bos_token", by_default), ("eos_token_id", "add_eos_token", False))
         first, last = ([self._token(key)] if self.values.get(asked, usual) else [] for key, asked, usual in wanted)
         tokens = [token for token in (*first, "$A", *last) if token is not None]

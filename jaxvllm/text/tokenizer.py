@@ -174,7 +174,8 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        decoder = json.loads(self.backend.to_str()).get("decoder") or {}
+        # This is the decoder alone: of 152,000 tokens, writing the whole tokenizer takes 0.1 s.
+        decoder = json.loads(self.backend.decoder.__getstate__()) if self.backend.decoder is not None else {}
         if decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
         return decoder.get("type") == "ByteLevel"

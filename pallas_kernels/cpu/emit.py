@@ -75,6 +75,14 @@ class Emitter:
         narrow = self.builder.trunc(integers.ir, ir.VectorType(I32, self.lanes))
         return Value(self, self.builder.sitofp(narrow, ir.VectorType(F32, self.lanes)))
 
+    def bits(self, numbers: Value) -> Value:
+        """Returns the bits of a vector of float32, as integers of 32 bits."""
+        return Value(self, self.builder.bitcast(numbers.ir, ir.VectorType(I32, self.lanes)))
+
+    def wide(self, integers: Value) -> Value:
+        """Returns a vector of signed integers as such of 64 bits."""
+        return Value(self, self.builder.sext(integers.ir, ir.VectorType(I64, self.lanes)))
+
     def splat(self, scalar: Value) -> Value:
         """Returns `scalar` in all lanes."""
         vector = ir.VectorType(scalar.ir.type, self.lanes)
@@ -198,9 +206,12 @@ class Emitter:
         loaded = self.builder.load(self._pointer(address, ir.IntType(bits)), align=bits // 8)
         return Value(self, loaded if bits == 64 else self.builder.sext(loaded, I64))
 
-    def store_int(self, address: Value, value: Value | int) -> None:
-        value = value if isinstance(value, Value) else self.integer(value)
-        self.builder.store(value.ir, self._pointer(address, I64), align=8)
+    def store_int(self, address: Value, value: Value | int, bits: int = 64) -> None:
+        """Stores the lowest `bits` of an integer."""
+        stored = (value if isinstance(value, Value) else self.integer(value)).ir
+        kind = ir.IntType(bits)
+        stored = stored if bits == 64 else self.builder.trunc(stored, kind)
+        self.builder.store(stored, self._pointer(address, kind), align=bits // 8)
 
     def fetch_add(self, address: Value, amount: int) -> Value:
         """Adds to a 64-bit integer, atomically, and returns what it was."""

@@ -32,8 +32,11 @@ class Handler:
         """The name by which XLA calls it."""
         return "_".join(("jaxvllm", self.emit.__name__, *self.options, str(self.chip.lanes)))
 
-    def __call__(self, out: jax.ShapeDtypeStruct, *arguments: jax.Array) -> Any:
-        """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must."""
+    def __call__(self, out: Any, *arguments: jax.Array) -> Any:
+        """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.
+
+        `out` is the shape of its result, or a list of these.
+        """
         _registered().add(self.target, self._compile)
         return jax.ffi.ffi_call(self.target, out)(*arguments)
 

@@ -67,6 +67,9 @@ class Value:
     def __or__(self, other: Number) -> "Value":
         return self._binary("or_", other)
 
+    def __xor__(self, other: Number) -> "Value":
+        return self._binary("xor", other)
+
     def __lshift__(self, bits: Number) -> "Value":
         return self._binary("shl", bits)
 

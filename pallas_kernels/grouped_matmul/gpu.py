@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -187,6 +188,14 @@ def plan_visits(
     tile = origins[group] + (number - (until - counts)[group]) * tile_rows
     low, high = jnp.maximum(begins[group], tile), jnp.minimum(ends[group], tile + tile_rows)
     return jnp.stack([first + group, tile // ALIGNMENT, low, high], axis=1), until[-1:]
+
+
+def visits_of_one(num_rows: int, tile_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the visits of `plan_visits` where all rows are of one group, whose matrix is 0."""
+    tiles = np.arange(0, num_rows, tile_rows, dtype=np.int32)
+    ends = np.minimum(tiles + np.int32(tile_rows), np.int32(num_rows))
+    visits = np.stack([np.zeros_like(tiles), tiles // ALIGNMENT, tiles, ends], axis=1)
+    return visits, np.array([len(visits)], np.int32)
 
 
 def in_turn(num_units: jax.Array, ctas: int, steps: int, work: Callable[[jax.Array, jax.Array], None]) -> jax.Array:

@@ -20,7 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, SWIZZLES, drain, in_turn, plan_visits, store_rows
+from pallas_kernels.grouped_matmul.gpu import (
+    ALIGNMENT,
+    SWIZZLES,
+    drain,
+    in_turn,
+    plan_visits,
+    store_rows,
+    visits_of_one,
+)
 from pallas_kernels.mosaic_gpu import (
     TILE,
     MatrixUnit,
@@ -46,7 +54,7 @@ def quantized_matmul(
     codes: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    starts: jax.Array,
+    starts: jax.Array | None,
     first: jax.Array | int = 0,
     *,
     code: Code,
@@ -62,7 +70,8 @@ def quantized_matmul(
     scales  # [matrices, out, groups] in `scale_dtype`, or its bits: each is that of in / groups inputs that follow each
     other
     zeros  # like scales, integers of eight bits; None: the number that stands for 0 where a matrix says none
-    starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary
+    starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary.
+    None: all rows are of one group
 
     An element of a matrix is (code - zero) * scale, and none is rounded. Sums are in float32. A code that is no finite
     number counts as a number beyond the largest one. But E5M2 has the exponents of float16, where infinity and NaN stay
@@ -85,7 +94,13 @@ def quantized_matmul(
     )
     # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.
     x = jnp.pad(build.reordered(x), ((0, max(-num_rows % ALIGNMENT, tiles.tokens - num_rows)), (0, 0)))
-    visits, num_visits = plan_visits(starts, num_rows, tiles.tokens, first)
+    # The first matrix is an operand of its own, so that the visits of one group are constants: XLA would write them in
+    # each layer otherwise, by a kernel before each product.
+    visits, num_visits = (
+        visits_of_one(num_rows, tiles.tokens)
+        if starts is None
+        else plan_visits(starts, num_rows, tiles.tokens, first=0)
+    )
     blocks = pl.cdiv(num_columns, build.columns)
     ctas = min(chip.num_sms, len(visits) * blocks * tiles.splits)
 
@@ -96,6 +111,7 @@ def quantized_matmul(
         zeros: Ref,
         visits: Ref,
         num_visits: Ref,
+        first: Ref,
         masks: Ref,
         out: Ref,
         **memory: Ref,
@@ -112,7 +128,7 @@ def quantized_matmul(
                 split, block = lax.rem(part, jnp.int32(tiles.splits)), lax.div(part, jnp.int32(tiles.splits))
                 matrix, eighth, low, high = (visits[visit, i] for i in range(4))
                 # Only from this product the compiler knows that tiles begin where a copy may begin.
-                unit = _QuantizedUnit(matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
+                unit = _QuantizedUnit(first[0] + matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
                 work(unit, done)
 
             return in_turn(together * (blocks * tiles.splits), ctas, build.steps, one)
@@ -150,6 +166,7 @@ def quantized_matmul(
         scales if zeros is None else zeros,
         visits,
         num_visits,
+        jnp.asarray(first, jnp.int32).reshape(1),
         jnp.array([twice(mask) for mask in build.registers.masks]),
     )
     return out.sum(0).astype(dtype)[:, :num_columns]

@@ -1,22 +1,27 @@
-"""The layout of codes in words of 32 bits for TPUs, of which a few shifts and masks make numbers in bfloat16.
+"""The layout of codes in words of 32 bits for TPUs, and the numbers of eight bits that masks and shifts make of them.
 
-A word has codes of one column of the matrix [in, out]. Each of its halves has as many as fit, and the codes at the same
-place of both halves, of eight words below each other, are 16 inputs that follow each other: a register of bfloat16
-[16, 128] has its rows in pairs in the halves of words. So a register of words becomes some registers of numbers, and
-no number ever moves to another row or column.
+A register of words [8, 128] is one of bytes [32, 128], of which a word has four rows. So the bytes of eight words below
+each other are 32 inputs that follow each other, and where a byte has two codes, its lower bits are those of 32 inputs,
+and its upper bits those of the next 32. No number ever moves to another row or column.
+
+TPUs know three kinds of numbers of eight bits: integers, floats with five bits of exponent, and floats with four.
+Matrix units multiply rows in bfloat16 by floats of both kinds, as they are, and vector units make wider numbers of all.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.chips import TpuChip
 from pallas_kernels.quantized_matmul.code import Code
 
-WORD_ROWS = 8  # the rows of a register
-PIECE = 16  # the inputs that codes at the same place of these words are
+WORD_ROWS = 8  # the rows of a register of words
+BYTE_ROWS = 32  # and of one of bytes
 
 
 def bits_of(code: Code) -> int:
@@ -24,53 +29,86 @@ def bits_of(code: Code) -> int:
     return 8 // code.per_byte
 
 
-def planes_of(code: Code) -> int:
-    """Returns how many codes half a word has."""
-    return 16 // bits_of(code)
-
-
 def in_words[Codes: (np.ndarray, jax.Array)](code: Code, codes: Codes) -> Codes:
     """Returns the words i32[.., in / codes of a word] of codes u8[.., in], one in each byte.
 
     `in` must be a multiple of the inputs of eight words. Both arrays may be those of NumPy or of jax.
     """
-    planes = planes_of(code)
-    parts = codes.astype(np.uint32).reshape(*codes.shape[:-1], -1, planes, WORD_ROWS, 2)
-    words = parts[..., 0, :, 0]
-    for plane in range(planes):
-        for half in range(2):
-            if plane or half:
-                words = words | parts[..., plane, :, half] << np.uint32(16 * half + bits_of(code) * plane)
+    if code.name == "float8_e4m3fn":  # The bits of -0 are no number where exponents have a bias of 11.
+        codes = codes * (codes != 0x80).astype(np.uint8)
+    parts = codes.reshape(*codes.shape[:-1], -1, code.per_byte, WORD_ROWS, 4)
+    inputs = parts[..., 0, :, :]
+    if code.per_byte == 2:
+        upper = parts[..., 1, :, :]
+        if code.name == "float4_e2m1fn":  # whose first is where FP8 has it, so that it takes a mask alone
+            inputs = (inputs & 8) << 4 | (inputs & 7) << 1 | (upper & 7) << 4 | upper >> 3
+        else:
+            inputs = inputs | upper << 4
+    wide = inputs.astype(np.uint32)
+    words = wide[..., 0]
+    for byte in range(1, 4):
+        words = words | wide[..., byte] << np.uint32(8 * byte)
     return words.reshape(*codes.shape[:-1], -1).astype(np.int32)
 
 
-def offset_of(code: Code) -> int:
-    """Returns what `numbers` adds to each number: an integer of four bits fills up the mantissa of 128."""
-    return 128 if code.name == "uint4" else 0
+@dataclass(frozen=True)
+class Decoding:
+    """Makes numbers of eight bits of codes. A code is its number * factor + base, and factor is a power of two."""
+
+    code: Code
+    dtype: Any
+    factor: float
+    base: int = 0
+
+    def numbers(self, words: jax.Array) -> Iterator[jax.Array]:
+        """Yields numbers [32, columns] of words i32[8, columns], in the order of their inputs."""
+        for place in range(self.code.per_byte):
+            yield pltpu.bitcast(self._bytes(words, place), self.dtype)
+
+    def _bytes(self, words: jax.Array, place: int) -> jax.Array:
+        shifted = jax.lax.shift_right_logical
+        if self.code.per_byte == 1:
+            return words
+        if self.code.name == "float4_e2m1fn":
+            if place:
+                return shifted(words, 3) & _in_all(0x0E) | words << 7 & _in_all(0x80)
+            return words & _in_all(0x8E)
+        if self.dtype == jnp.int8:
+            signed = words ^ _in_all(0x88)
+            return (signed if place else signed << 4) & _in_all(0xF0)
+        return (shifted(words, 4) if place else words) & _in_all(0x0F)
 
 
-def numbers(code: Code, words: jax.Array, plane: int, computes_bf16: bool) -> jax.Array:
-    """Returns the numbers, and `offset_of` the code added, bf16[16, columns], of a plane of words i32[8, columns].
+def floats_of(code: Code, chip: TpuChip) -> Decoding | None:
+    """Returns the floats that a matrix unit takes for these codes, or None for int8. All are exact.
 
-    All are exact. Codes of FP8 that are no numbers become some.
+    An integer of four bits becomes the last four bits of a float with three bits of mantissa: below twice the least
+    power of two such floats lie equally far apart, from zero on. FP4 moves to its place in a wider exponent, and those
+    below its first power of two become numbers below that of the wider one.
     """
-    bits = bits_of(code)
-    first = bits * plane
-    if code.name == "uint4":
-        return _bf16(_field(words, first, 4, 0) | _in_both(0x4300))
     if code.name == "int8":
-        # 128 and the lower bits, less 128 and another 128 if the sign is set.
-        low, high = _field(words, first, 7, 0), _field(words, first + 7, 1, 7)
-        return _computed(
-            lambda a, b: a - b, [_bf16(low | _in_both(0x4300)), _bf16(high | _in_both(0x4300))], computes_bf16
-        )
-    exponent, mantissa = {"float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float4_e2m1fn": (2, 1)}[code.name]
-    bias = 2 ** (exponent - 1) - 1
-    placed = _field(words, first, exponent + mantissa, 7 - mantissa) + _in_both((127 - bias) << 7)
-    # Numbers below the first power of two lie half as far apart as bfloat16 takes them to lie, and begin at zero.
-    least = 2.0 ** (1 - bias)
-    size = _computed(lambda q: jnp.minimum(q, q + q - jnp.asarray(least, q.dtype)), [_bf16(placed)], computes_bf16)
-    return _bf16(pltpu.bitcast(size, jnp.int32) | _field(words, first + bits - 1, 1, 15))
+        return None
+    if code.name in ("float8_e5m2", "float4_e2m1fn"):
+        return Decoding(code, jnp.float8_e5m2, 2.0**14 if code.per_byte == 2 else 1.0)
+    # Matrix units before v7x know numbers with this mantissa by a bias of 11, and by no other.
+    is_known = "float8_e4m3fn" in chip.multiplies
+    dtype, bias = (jnp.float8_e4m3fn, 7) if is_known else (jnp.float8_e4m3b11fnuz, 11)
+    if code.per_byte == 1:
+        return Decoding(code, dtype, 2.0 ** (bias - 7))
+    return Decoding(code, dtype, 2.0 ** (bias + 2))
+
+
+def numbers_of(code: Code, chip: TpuChip) -> Decoding:
+    """Returns what a vector unit makes of codes before it widens them. All are exact.
+
+    Integers of four bits become floats, or the upper four bits of integers with a sign.
+    """
+    floats = floats_of(code, chip)
+    # v6e makes bfloat16 of integers by one instruction, and of floats by three (int4, groups of 32: 66,000 and 88,000
+    # bundles). v7x takes one for both, and v5e, which has float32 alone, one for floats and two for integers.
+    if code.name == "uint4" and chip.computes_bf16 and "float8_e4m3fn" not in chip.multiplies:
+        return Decoding(code, jnp.int8, 1 / 16, 8)
+    return floats or Decoding(code, jnp.int8, 1.0)
 
 
 def in_both_halves(values: jax.Array) -> jax.Array:
@@ -79,25 +117,5 @@ def in_both_halves(values: jax.Array) -> jax.Array:
     return bits | jax.lax.shift_right_logical(bits, 16)
 
 
-def _field(words: jax.Array, first: int, width: int, to: int) -> jax.Array:
-    """Returns so many bits of each half, from `first` on, moved to `to` in an empty half."""
-    if to > first:
-        words = words << (to - first)
-    elif to < first:
-        words = jax.lax.shift_right_logical(words, first - to)
-    return words & _in_both(((1 << width) - 1) << to)
-
-
-def _in_both(half: int) -> np.int32:
-    return np.uint32(half | half << 16).astype(np.int32)
-
-
-def _bf16(words: jax.Array) -> jax.Array:
-    return pltpu.bitcast(words, jnp.bfloat16)
-
-
-def _computed(function: Callable[..., jax.Array], operands: Sequence[jax.Array], computes_bf16: bool) -> jax.Array:
-    """Computes with numbers in bfloat16, in float32 where the vector unit has nothing else."""
-    if computes_bf16:
-        return function(*operands)
-    return function(*(operand.astype(jnp.float32) for operand in operands)).astype(jnp.bfloat16)
+def _in_all(byte: int) -> np.int32:
+    return np.uint32(byte * 0x01010101).astype(np.int32)

@@ -23,7 +23,7 @@ class RowParts(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["page_table", "query_starts", "kv_lens", "token_rows", "positions"],
+    data_fields=["page_table", "query_starts", "kv_lens", "token_rows", "positions", "is_needed"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class RaggedRows:
     kv_lens: jax.Array  # i32[R], this step's tokens included
     token_rows: jax.Array  # i32[T]
     positions: jax.Array  # i32[T]; 0 for padding
+    # bool[T]: False for tokens whose output nobody reads: a kernel may leave it out. None: all are needed.
+    is_needed: jax.Array | None = None
 
     @classmethod
     def build(cls, page_table: jax.Array, starts: jax.Array, query_lens: jax.Array, num_tokens: int) -> "RaggedRows":

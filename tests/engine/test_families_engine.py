@@ -15,15 +15,16 @@ from tests.quick import quick_emitters, quick_engines
 
 LONGEST_PAGES = 8  # of 90 prompt tokens and 24 new ones
 # The layers and positions of these are those of other families here: of Llama, Gemma 2 and 4, Cohere 2, GPT-2, Phi-3,
-# Qwen 2 with experts, Qwen 3.5, DeepSeek V3, gpt-oss, LFM2, Mamba and Falcon-H1. tests/models checks all of them at
-# every position.
+# Qwen 2 with experts, Qwen 3.5, DeepSeek V3, GLM with its index, gpt-oss, LFM2, Mamba and Falcon-H1. tests/models
+# checks all of them at every position.
 ALIKE = frozenset(
     "olmo2 olmo3 cohere opt exaone4 seed_oss starcoder2 ernie4_5 gpt_neox glm4 granite smollm3 mistral ministral3 "
     "qwen2 qwen3 gemma3 phi3 qwen3_moe mixtral olmoe glm4_moe minimax_m2 ernie4_5_moe granitemoe qwen3_5_moe "
     "nemotron arcee phi phimoe dots1 hunyuan hunyuan_moe afmoe cohere2_moe exaone_moe hy_v3 gemma glm "
     "apertus stablelm solar_open flex_olmo olmo cwm internlm3 falcon gpt_bigcode laguna mellum mimo_v2 "
-    "hyperclovax jais2 vaultgemma deepseek_v2 glm4_moe_lite bailing_hybrid longcat_flash step3p7 kimi_linear mistral4 "
-    "youtu mpt gemma3n qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba2 falcon_mamba jamba".split()
+    "hyperclovax jais2 vaultgemma deepseek_v2 deepseek_v32 glm4_moe_lite bailing_hybrid longcat_flash step3p7 "
+    "kimi_linear mistral4 youtu mpt gemma3n qwen3_next lfm2_moe bamba granitemoehybrid nemotron_h mamba2 "
+    "falcon_mamba jamba".split()
 )
 # Variants of a family differ in RoPE and biases alone, which tests/models checks at every position. One is enough here:
 # the one whose frequencies depend on the engine's `max_model_len`.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ def test_pages_travel_between_engines_with_and_without_stages(case: tuple[str, s
     kept = json.dumps({"kv_connector": "files", "kv_connector_extra_config": extra})
     options = {"max_model_len": fixture.max_model_len, "kv_transfer_config": kept, "warm_up": "background"}
     mine, others = slice(0, None, 2), slice(1, None, 2)
-    with engine(directory, mesh, **options) as staged, engine(directory, "1x1", **options) as alone:
+    # Pages that travel are those of prompts. The program of bursts writes to pages in the tests above.
+    with one_program(64, 16), ExitStack() as stack:
+        staged, alone = (stack.enter_context(engine(directory, one, **options)) for one in (mesh, "1x1"))
         for llm, own in ((staged, mine), (alone, others)):
             assert greedy_tokens(llm, fixture.prompts[own]) == fixture.greedy[own]
             traffic = llm.engine.replicas[0].traffic

@@ -63,11 +63,11 @@ def proposer(expected: list[list[int]]) -> Adjustable:
 
 
 @contextmanager
-def drafting(checkpoint: Path, proposer: Adjustable, **options: Any) -> Iterator[LLM]:
+def drafting(checkpoint: Path, proposer: Adjustable, bursts: bool = True, **options: Any) -> Iterator[LLM]:
     """An engine whose decode steps all have three drafts a row where they may, of the proposer's choice."""
     with pytest.MonkeyPatch.context() as patch:
         choose_drafts(patch)
-        with all_drafts_or_none():
+        with all_drafts_or_none(bursts=bursts):
             patch.setattr("jaxvllm.engine.drafting.NgramProposer", lambda *_: proposer)
             config = {"method": "ngram", "num_speculative_tokens": 3}
             llm = tiny_llm(checkpoint, speculative_config=config, num_pages=65, **options)
@@ -161,7 +161,7 @@ def test_a_form_never_guesses_what_a_state_would_have_to_forget(llm: LLM) -> Non
 
 @pytest.mark.slow
 def test_drafts_in_stages(checkpoint: Path, expected: list[list[int]], proposer: Adjustable) -> None:
-    with drafting(checkpoint, proposer, mesh="2x1x1") as llm:
+    with drafting(checkpoint, proposer, bursts=False, mesh="2x1x1") as llm:
         for shifts in ([0, 0, 0], [0, 1, 0]):
             proposer.told[:] = shifts
             assert greedy_tokens(llm, PROMPTS) == expected

@@ -298,6 +298,8 @@ def test_close_ends_the_process_and_what_it_tries(mine: GrammarCompiler) -> None
     mine.close()
     wait_until_gone(pid)
     wait_until_gone(child)
+    mine.trials.start()
+    assert mine.trials.pid in (None, pid), "nothing starts any more"
 
 
 def test_a_panic_is_an_error_of_one_grammar(mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

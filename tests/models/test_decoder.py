@@ -11,7 +11,7 @@ import pytest
 
 from jaxvllm.models import checkpoint
 from jaxvllm.models.attention import GroupedQueryAttention
-from jaxvllm.models.decoder import forward
+from jaxvllm.models.decoder import embed_tokens, forward, run_layers
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.params import (
@@ -128,3 +128,20 @@ def test_the_cache_is_carried_through_the_layers() -> None:
     for layout in ("separate", "stacked"):
         _, kv = forward(dummy(spec, layout), spec, tokens, tokens, jnp.zeros(4, jnp.int32), attend)
         assert kv.tolist() == [1, 1, 1, 0]
+
+
+def test_experts_of_the_last_layer_compute_the_tokens_that_are_read() -> None:
+    spec = spec_of("olmoe")
+    params = dummy(spec, "separate")
+    tokens = positions = jnp.arange(12, dtype=jnp.int32)
+
+    @jax.jit
+    def run(is_read: jax.Array) -> jax.Array:
+        x = embed_tokens(params, spec, tokens, positions)
+        every = jnp.ones(len(tokens), bool)
+        return run_layers(params, spec, x, positions, (), dense_attend, is_real=every, is_read=is_read)[0]
+
+    some = np.arange(12) % 5 == 3
+    whole, part = np.asarray(run(np.ones(12, bool))), np.asarray(run(some))
+    np.testing.assert_array_equal(part[some], whole[some])
+    assert (np.abs(part - whole)[~some].max(-1) > 1e-3).all()  # no expert was added

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvllm.models import gpu_states
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
 from jaxvllm.models.gpu_channels import GpuChannels
@@ -83,8 +84,14 @@ def advance(layer: Layer, by_kernel: bool, pages: Any, rows: RaggedRows, weights
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_is_what_xla_computes(
-    name: str, starts: tuple[int, ...], lens: tuple[int, ...], num_tokens: int, capfd: pytest.CaptureFixture[str]
+    name: str,
+    starts: tuple[int, ...],
+    lens: tuple[int, ...],
+    num_tokens: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(gpu_states, "CHUNKED_STEP", 48)  # the interpreter would take long for so many tokens
     layer, rng = LAYERS[name], np.random.default_rng(0)
     conv, parts = layer.rule.conv, layer.rule.parts
 

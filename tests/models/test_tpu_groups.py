@@ -14,7 +14,6 @@ from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.forms.tpu_groups import TpuGroups
 from jaxvllm.models.ops import InStack, project
 from pallas_kernels.backend import Backend
@@ -41,14 +40,12 @@ def values(node: Any, shape: tuple[int, ...]) -> np.ndarray:
     assert isinstance(node.form, TpuGroups)
     groups, arrays = node.form.groups, {name: np.asarray(array) for name, array in node.arrays.items()}
     code, words, scales = groups.code, arrays["codes"].view(np.uint32).swapaxes(-1, -2), arrays["scales"]
-    bits = 8 // code.per_byte
-    # Of eight words, the codes at one place of both halves are 16 inputs: [.., eight words, place, word, half].
-    shifts = (
-        np.uint32(16) * np.arange(2, dtype=np.uint32)
-        + np.uint32(bits) * np.arange(16 // bits, dtype=np.uint32)[:, None]
-    )
-    of_words = words.reshape(*words.shape[:-1], -1, 1, 8, 1) >> shifts[:, None, :] & np.uint32((1 << bits) - 1)
-    numbers = code.table[of_words.reshape(*words.shape[:-1], -1)]
+    # Of the bytes of eight words, the lower codes are 32 inputs, and the upper ones the next: [.., place, word, byte].
+    of_bytes = np.ascontiguousarray(words)[..., None].view(np.uint8).reshape(*words.shape[:-1], -1, 1, 8, 4)
+    places = [of_bytes] if code.per_byte == 1 else [of_bytes & 15, of_bytes >> 4]
+    if code == FLOAT4:  # The bits of a byte are the first sign, three of the second size and of the first, a sign.
+        places = [of_bytes >> 4 & 8 | of_bytes >> 1 & 7, (of_bytes & 1) << 3 | of_bytes >> 4 & 7]
+    numbers = code.table[np.concatenate(places, -3).reshape(*words.shape[:-1], -1)]
     scales = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales.astype(np.float32)
     minus = arrays["zeros"].astype(np.float32) if "zeros" in arrays else np.full_like(scales, code.zero)
     *_, out, size = shape
@@ -150,7 +147,7 @@ def test_is_chosen_for_tpus_where_groups_are_whole_registers() -> None:
     forms = FewBitsForms(Backend("tpu", CHIP), shards=2)
     assert forms.named("int4") == TpuGroups(ScaledGroups(UINT4, 128, "bfloat16", shards=2), CHIP)
     assert forms.named("int8") == TpuGroups(ScaledGroups(INT8, None, "float32", shards=2), CHIP)
-    assert isinstance(forms.named("fp8"), ScaledRows)
+    assert isinstance(forms.named("fp8"), TpuGroups)
     decl = ParamDecl((24, 40), (None, "ffn"), storage="matrix")
     with pytest.raises(ValueError, match="a multiple of 16 on a TPU, and one has 20: use another"):
         forms.named("int4").declare(decl)

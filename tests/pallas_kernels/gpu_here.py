@@ -1,4 +1,4 @@
-"""Where the kernels for GPUs run in tests: on the GPU of this machine with `make test-gpu`, else interpreted."""
+"""Where the kernels for GPUs run in tests: on the GPU of this machine with JAXVLLM_TEST_GPU=1, else interpreted."""
 
 import jax
 

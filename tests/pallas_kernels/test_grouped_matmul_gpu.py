@@ -98,6 +98,14 @@ def test_visits_cover_each_row_once(name: str, tile_rows: int) -> None:
     assert covered == list(enumerate(np.repeat(np.arange(len(case.counts)), case.counts)))
 
 
+@pytest.mark.parametrize("num_rows", [1, 64, 70, 128])
+def test_visits_of_one_group_are_known_before_the_step(num_rows: int) -> None:
+    visits, count = map(np.asarray, gpu.plan_visits(jnp.array([0, num_rows]), num_rows, 64, 0))
+    of_one, count_of_one = gpu.visits_of_one(num_rows, 64)
+    assert count_of_one == count
+    np.testing.assert_array_equal(of_one, visits[: count[0]])
+
+
 def tiles_of(case: GroupedCase, chip: GpuChip, dtype: str = "bfloat16") -> gpu.GroupTiles | None:
     num_groups = len(case.counts)
     x = jax.ShapeDtypeStruct((max(sum(case.counts), 1), case.size_in), dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
-from tests.pallas_kernels.attention_suite import MIXED, AttentionSuite, run
+from tests.pallas_kernels.attention_suite import LONG_MIXED, MIXED, AttentionSuite, run
 
 
 class CpuSuite(AttentionSuite):
@@ -36,6 +36,17 @@ class CpuSuite(AttentionSuite):
                 one = dict(q=call.q[at], k=call.k[at], v=call.v[at], pages=call.written, rows=rows)
                 alone, _ = run(call, self.backend, **one)
                 np.testing.assert_array_equal(alone[0], together[at][0])
+
+    def test_tiles_that_nobody_reads_are_zeros(self) -> None:
+        call = self.call(LONG_MIXED, np.float32)
+        whole, _ = run(call, self.backend)
+        first, end = LONG_MIXED.first_token(1), LONG_MIXED.first_token(2)
+        is_needed = np.ones(len(whole), bool)
+        is_needed[first : end - 1] = False
+        some, _ = run(call, self.backend, rows=replace(call.rows, is_needed=jnp.asarray(is_needed)))
+        skipped = slice(first, first + 64)  # two tiles of 32; the third has the row's last token
+        assert whole[skipped].any(axis=(1, 2)).all() and not some[skipped].any()
+        np.testing.assert_array_equal(np.delete(some, skipped, axis=0), np.delete(whole, skipped, axis=0))
 
 
 class TestCpu(CpuSuite):

@@ -196,11 +196,13 @@ def test_powers_of_two(smallest: int, more: int) -> None:
     assert all(b == 2 * a for a, b in zip(counts[:-1], counts[1:-1], strict=False))
 
 
-def test_a_cpu_has_row_counts_between_the_powers() -> None:
-    assert row_counts(64, on_cpu=True) == (1, 2, 4, 8, 16, 24, 32, 48, 64)
-    assert row_counts(40, on_cpu=True) == (1, 2, 4, 8, 16, 24, 32, 36, 40)
-    assert row_counts(64, on_cpu=False) == powers_of_two(1, 64)
-    assert row_counts(8, on_cpu=True) == (1, 2, 4, 8)
+def test_row_counts_are_those_that_a_platform_computes_well() -> None:
+    assert row_counts(64, "cpu") == (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    assert row_counts(40, "cpu") == (1, 2, 4, 8, 16, 24, 32, 36, 40)
+    assert row_counts(8, "cpu") == (1, 2, 4, 8)
+    assert row_counts(64, "gpu") == powers_of_two(1, 64)
+    assert row_counts(64, "tpu") == powers_of_two(2, 64)
+    assert row_counts(1, "tpu") == (2,)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (4, 0), (3, 4), (-1, -1)])

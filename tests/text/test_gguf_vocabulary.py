@@ -84,6 +84,23 @@ def test_sentence_pieces_are_those_of_tokenizer_json(tmp_path: Path) -> None:
     check_same(found, Tokenizer.from_directory(directory))
 
 
+def test_merges_of_pieces_are_those_of_their_scores(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        types = gguf.TokenType
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<unk>", "<bos>", "<0x21>", "a", "b", "▁", "▁a", "ab", "▁ab"])
+        writer.add_token_types([types.UNKNOWN, types.CONTROL, types.BYTE, *[types.NORMAL] * 6])
+        writer.add_token_merges(["a b", "▁ ab", "▁ a"])
+        writer.add_bos_token_id(1)
+        writer.add_unk_token_id(0)
+        writer.add_add_space_prefix(False)
+
+    found = written(tmp_path / "x.gguf", add)
+    tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("ab ab ba!")]
+    assert tokens == ["<bos>", "ab", "▁ab", "▁", "b", "a", "<0x21>"]
+    assert found.decode(found.encode("ab ab ba!")) == "ab ab ba!"
+
+
 def add_pieces(writer: gguf.GGUFWriter, *tokens: str) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(tokens))
@@ -141,9 +158,10 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("121 ab's aB")]
     # Three digits at a time or one; upper case after lower case begins a word or not.
     by_one = ("smollm", "starcoder", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "seed-coder", "tekken")
-    digits = ["1", "2", "1"] if pre in (*by_one, "hunyuan") else ["121"]
-    last = ["Ġa", "B"] if pre in ("gpt-4o", "minimax-m2", "tekken") else ["Ġ", "aB"]
-    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    by_case, deepseek = ("gpt-4o", "llama4", "minimax-m2", "tekken"), ("hunyuan-dense", "deepseek-v3")
+    digits = ["1", "2", "1"] if pre in (*by_one, "hunyuan", "qwen35") else ["121"]
+    last = ["Ġa", "B"] if pre in by_case else ["Ġ", "aB"]
+    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
     assert tokens == [*(["<e>"] if has_bos else []), *digits, "Ġ", "ab", "'s", *last]
     # A word that is a token needs no merges under some rules.
     whole = [found.backend.id_to_token(token_id) for token_id in found.encode("bab", add_special_tokens=False)]
@@ -154,9 +172,12 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     signs = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a!!\n")][1:]
     assert signs == (["!!", "Ċ"] if pre in ("gpt-2", "olmo", *by_one[:4], "seed-coder") else ["!!Ċ"])
     words = found.backend.pre_tokenizer.pre_tokenize_str("東京ab")
-    assert len(words) == (2 if pre == "hunyuan-dense" else 1)
+    assert len(words) == (2 if pre in deepseek else 1)
+    # Marks are parts of words under the newer rules.
+    marked = found.backend.pre_tokenizer.pre_tokenize_str("हिन्दी")
+    assert (len(marked) == 1) == (pre in ("qwen35", *by_case, *deepseek))
     normalizer = found.backend.normalizer
-    assert (normalizer is not None) == (pre in ("qwen2", "deepseek-r1-qwen"))
+    assert (normalizer is not None) == (pre in ("qwen2", "deepseek-r1-qwen", "qwen35"))
     assert normalizer is None or normalizer.normalize_str("e\u0301") == "é"
 
 
@@ -184,7 +205,7 @@ def test_messages_of_harmony_end_no_answer(tokens: list[str], ends: tuple[int, .
     [
         (lambda writer: add_bpe("llama-next")(writer), "pre is 'llama-next': known are gpt-2"),
         (lambda writer: add_bpe("gpt-2", eos=99)(writer), "eos_token_id is 99, and there are 18 tokens"),
-        (lambda writer: writer.add_tokenizer_model("bert"), "model must be gpt2 or llama, not 'bert'"),
+        (lambda writer: writer.add_tokenizer_model("bert"), "model must be gpt2, llama or gemma4, not 'bert'"),
         (lambda writer: writer.add_tokenizer_model("llama"), "it has no list tokenizer.ggml.tokens"),
         (lambda writer: add_pieces(writer, "a" * 1025), "it has a token of 1025 characters: pieces have 1024 at most"),
     ],

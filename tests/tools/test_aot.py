@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import aot
-from tools.aot_outcome import HEADER, KINDS, Outcome
+from tools.aot_outcome import HEADER, Outcome
 from tools.kernel_resources import KernelResources, read_resources
 
 type MakeWorker = Callable[[str], Path]
@@ -39,7 +39,7 @@ def make_worker(tmp_path: Path) -> MakeWorker:
 
 
 def statuses(python: Path, *programs: str) -> list[tuple[str, str]]:
-    return [(outcome.program, outcome.status) for outcome in aot.compile_for("v5e", "attention", programs, python)]
+    return [(outcome.program, outcome.status) for outcome in aot.compile_for("v5e", ("attention",), programs, python)]
 
 
 def test_all_programs_in_order(make_worker: MakeWorker) -> None:
@@ -50,7 +50,7 @@ def test_all_programs_in_order(make_worker: MakeWorker) -> None:
 
 def test_a_death_fails_one_program(make_worker: MakeWorker) -> None:
     python = make_worker("ok(name) if name != 'a/2' else (print('LLVM ERROR: no', file=sys.stderr), os.abort())")
-    outcomes = list(aot.compile_for("v5e", "attention", (), python))
+    outcomes = list(aot.compile_for("v5e", ("attention",), (), python))
     assert [outcome.status for outcome in outcomes] == ["ok", "failed", "ok"]
     assert outcomes[1].message == "the compiler ended its process, SIGABRT: LLVM ERROR: no"
 
@@ -62,7 +62,7 @@ def test_a_death_at_the_end(make_worker: MakeWorker) -> None:
 def test_what_takes_too_long_is_ended(make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "MAX_SECONDS", 0.5)
     outcomes = list(
-        aot.compile_for("v5e", "attention", (), make_worker("ok(name) if name != 'a/1' else time.sleep(99)"))
+        aot.compile_for("v5e", ("attention",), (), make_worker("ok(name) if name != 'a/1' else time.sleep(99)"))
     )
     assert [outcome.status for outcome in outcomes] == ["failed", "ok", "ok"]
     assert outcomes[0].message == "not compiled after 0 s"
@@ -104,8 +104,8 @@ def test_the_table() -> None:
 def test_the_exit_status(
     statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = dict.fromkeys(KINDS, ()) | {"attention": [Outcome("p", status, 1.0) for status in statuses]}
-    monkeypatch.setattr(aot, "compile_for", lambda chip, kind: iter(outcomes[kind]))
+    outcomes = {("attention",): [Outcome("p", status, 1.0) for status in statuses]}
+    monkeypatch.setattr(aot, "compile_for", lambda chip, kinds: iter(outcomes.get(kinds, ())))
     monkeypatch.setattr(sys, "argv", ["aot", "v5e"])
     with pytest.raises(SystemExit) as exit:
         aot.main()

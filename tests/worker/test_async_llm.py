@@ -27,6 +27,7 @@ from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.wire import EngineFacts
 from tests.processes import stop
+from tests.quick import quick_engines
 from tests.waiting import PATIENCE, until
 
 OPTIONS: dict[str, Any] = dict(
@@ -89,7 +90,7 @@ async def pages_owned(llm: AsyncLLM) -> int:
 
 
 def test_the_same_tokens_as_offline(llm: AsyncLLM, portal: BlockingPortal) -> None:
-    with LLM(**OPTIONS) as offline:
+    with quick_engines(), LLM(**OPTIONS) as offline:
         for params in (GREEDY, replace(GREEDY, temperature=1.0, seed=7)):
             expected = [output.outputs[0].text for output in offline.generate(PROMPTS, params, use_tqdm=False)]
             for kind in RequestOutputKind:

@@ -46,8 +46,7 @@ class GpuGroups(ScaledGroups):
     def product_in_stack(
         self, x: jax.Array, stack: Arrays, number: jax.Array | int, dtype: DTypeLike | None = None
     ) -> jax.Array:
-        starts = jnp.array([0, len(x)], jnp.int32)
-        y = self._product(x, [stack], 0, number, starts, dtype)
+        y = self._product(x, [stack], 0, number, None, dtype)
         return super().product_in_stack(x, stack, number, dtype) if y is None else y
 
     def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
@@ -60,16 +59,20 @@ class GpuGroups(ScaledGroups):
         stacks: Sequence[Arrays],
         index: jax.Array | int,
         first: jax.Array | int,
-        starts: jax.Array,
+        starts: jax.Array | None,
         dtype: DTypeLike | None,
     ) -> jax.Array | None:
-        """Multiplies each group of rows of x by a matrix of stack `index`, or returns None where no kernel does."""
+        """Multiplies each group of rows of x by a matrix of stack `index`, or returns None where no kernel does.
+
+        Without `starts` all rows are of one group.
+        """
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 
         out, inputs = stacks[0][CODES].shape[1:-1], x.shape[1]
         group = inputs // stacks[0][SCALES].shape[-1]
-        tiles = gpu_tiles.choose_tiles(x, (prod(out), inputs), self.code, group, len(starts) - 1, self.chip)
+        num_groups = 1 if starts is None else len(starts) - 1
+        tiles = gpu_tiles.choose_tiles(x, (prod(out), inputs), self.code, group, num_groups, self.chip)
         if tiles is None:
             return None
         multiply = partial(

@@ -1,215 +1,204 @@
-"""`GgufArchitecture`: the names in GGUF files of an architecture, and what such files do not say of a model."""
+"""The architectures of GGUF files, by the names that these have for them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxvllm.gguf_file import GgufFile
+from jaxvllm.models.published import gguf_names as names
+from jaxvllm.models.published import gguf_own_keys as own_keys
+from jaxvllm.models.published import gguf_rebuilt
+from jaxvllm.models.published.gguf_architecture import EXPERT_KEYS, GgufArchitecture
+from jaxvllm.models.published.gguf_hybrids import GRANITE_HYBRID_DENSE, HYBRIDS
 
-# Returns the keys of a config.json that only this architecture has, from the metadata under its name.
-OwnKeys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-_USUAL: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_USUAL_PRESENT: Mapping[str, str] = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_SANDWICH = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_SHARED_EXPERT = {f"ffn_{half}_shexp": f"mlp.shared_experts.{half}_proj" for half in ("gate", "up", "down")}
-_EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
-_MIXTRAL_EXPERTS = {
-    f"ffn_{half}_exps": f"block_sparse_moe.experts.*.{name}"
-    for half, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-}
-
-
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """The family of Hugging Face that an architecture is, and how its files differ from that family's checkpoints.
-
-    tensors: the name in a Hugging Face layer of each of a layer's tensors; `*` is the number of a matrix in a stack. A
-        name with its kind, such as `x.bias`, comes before that of all kinds. Where two tensors have the same name, that
-        one tensor has their rows alternately: the first row of the first, the first row of the second, and so on
-    turned: the ends of the names of stacks of matrices that a file has the other way round
-    present: keys of a config.json that say whether there are such tensors as one of the first layer
-    has_turned_heads: rows of queries and keys are stored so that a rope turns neighbours, not halves of a head
-    norm_offset: what is added to the weights of norms before they are stored
-    needs: keys of metadata that must be there, beside those of all architectures
-    understood: keys that `own_keys` takes into account, and others refuse
-    usual_values: the only values that are known of some keys, where they are others than for most
-    refused: keys that change the model in a way that is not known
-    rope_parameters: what files do not say of a rope
-    """
-
-    family: str
-    tensors: Mapping[str, str]
-    own_keys: OwnKeys = lambda _: {}
-    has_turned_heads: bool = False
-    norm_offset: float = 0.0
-    needs: tuple[str, ...] = ()
-    present: Mapping[str, str] = field(default_factory=lambda: _USUAL_PRESENT)
-    understood: tuple[str, ...] = ()
-    usual_values: Mapping[str, Any] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
-    turned: tuple[str, ...] = ()
-    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _experts(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        "num_experts": values["expert_count"],
-        "num_experts_per_tok": values["expert_used_count"],
-        "moe_intermediate_size": values["expert_feed_forward_length"],
-        # The file need not say so: all models of this architecture divide by the sum.
-        "norm_topk_prob": values.get("expert_weights_norm", True),
-    }
-
-
-def _mixtral(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"num_local_experts": values["expert_count"], "num_experts_per_tok": values["expert_used_count"]}
-
-
-def _gemma(values: Mapping[str, Any], *, of_hidden: int) -> Mapping[str, Any]:
-    """Returns what Gemma 2 and 3 share. A model of `of_hidden` layers scales by the hidden size over the heads."""
-    heads, hidden = values["attention.head_count"], values["embedding_length"]
-    return {
-        "sliding_window": values["attention.sliding_window"],
-        "query_pre_attn_scalar": (
-            hidden // heads if values["block_count"] == of_hidden else values.get("attention.key_length", 256)
-        ),
-    }
-
-
-def _gemma2(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    caps = {
-        "attn_logit_softcapping": values.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": values.get("final_logit_softcapping", 30.0),
-    }
-    return {**_gemma(values, of_hidden=46), **caps}  # the 27B
-
-
-def _gemma3(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    pattern = values.get("attention.sliding_window_pattern", 6)
-    kinds: Mapping[str, Any] = {"sliding_window_pattern": pattern}
-    if isinstance(pattern, list):
-        kinds = {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in pattern]}
-    return {
-        **_gemma(values, of_hidden=62),  # the 27B
-        **kinds,
-        "rope_local_base_freq": values.get("rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": values.get("final_logit_softcapping"),
-    }
-
-
-def _granite(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        "attention_multiplier": values.get("attention.scale", 1.0),
-        "embedding_multiplier": values.get("embedding_scale", 1.0),
-        "residual_multiplier": values.get("residual_scale", 1.0),
-        "logits_scaling": values.get("logit_scale", 1.0),
-    }
-
-
-def _glm4_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        # The layers that predict further tokens are counted as well.
-        "num_hidden_layers": values["block_count"] - values.get("nextn_predict_layers", 0),
-        "n_routed_experts": values["expert_count"],
-        "num_experts_per_tok": values["expert_used_count"],
-        "moe_intermediate_size": values["expert_feed_forward_length"],
-        "n_shared_experts": values["expert_shared_count"],
-        "first_k_dense_replace": values["leading_dense_block_count"],
-        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
-        "norm_topk_prob": values.get("expert_weights_norm", True),
-        "n_group": values.get("expert_group_count", 1),
-        "topk_group": values.get("expert_group_used_count", 1),
-    }
-
-
-def _olmoe(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        "num_experts": values["expert_count"],
-        "num_experts_per_tok": values["expert_used_count"],
-        "norm_topk_prob": values.get("expert_weights_norm", False),
-    }
-
-
-def _gpt_oss(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**_mixtral(values), "sliding_window": values["attention.sliding_window"]}
-
-
-def _phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {
-        "sliding_window": values.get("attention.sliding_window") or None,
-        "original_max_position_embeddings": values.get(
-            "rope.scaling.original_context_length", values["context_length"]
-        ),
-    }
-
-
-_EXPERT_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 _WINDOW_KEY = ("attention.sliding_window",)
+_LATENT_KEYS = (
+    *EXPERT_KEYS,
+    "expert_shared_count",
+    "leading_dense_block_count",
+    "rope.dimension_count",
+    "attention.kv_lora_rank",
+    "attention.key_length",
+    "attention.value_length",
+)
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_DEEPSEEK_V2 = GgufArchitecture(
+    "DeepseekV2ForCausalLM",
+    {
+        **names.USUAL,
+        **names.LATENT,
+        **names.EXPERTS,
+        **names.SHARED_EXPERT,
+        "ffn_gate_inp": "mlp.gate",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    },
+    own_keys.deepseek_v2,
+    needs=_LATENT_KEYS,
+    understood=("expert_weights_scale",),
+    rebuilt=gguf_rebuilt.LATENT,
+    is_latent=True,
+    steepness=10.0,
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    family="DeepseekV3ForCausalLM",
+    own_keys=own_keys.deepseek_v3,
+    usual_values={"expert_gating_func": 2},
+)
 # By `general.architecture`. Llama 2 and 3, Mistral, SmolLM and others are all `llama`.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", _USUAL, has_turned_heads=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM", _USUAL),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_USUAL, **_HEAD_NORMS}),
+    **HYBRIDS,
+    "llama": GgufArchitecture("LlamaForCausalLM", names.USUAL, has_turned_heads=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", names.USUAL),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**names.USUAL, **names.HEAD_NORMS}),
     "qwen3moe": GgufArchitecture(
         "Qwen3MoeForCausalLM",
-        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
-        _experts,
-        needs=_EXPERT_KEYS,
+        {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        own_keys.experts,
+        needs=EXPERT_KEYS,
     ),
+    "qwen2moe": GgufArchitecture(
+        "Qwen2MoeForCausalLM",
+        {**names.USUAL, **names.EXPERTS, **names.GATED_EXPERT, "ffn_gate_inp": "mlp.gate"},
+        own_keys.qwen2_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_feed_forward_length"),
+    ),
+    "gemma": GgufArchitecture("GemmaForCausalLM", names.USUAL, norm_offset=1.0),
     "gemma2": GgufArchitecture(
         "Gemma2ForCausalLM",
-        {**_USUAL, **_SANDWICH},
-        _gemma2,
+        {**names.USUAL, **names.SANDWICH},
+        own_keys.gemma2,
         norm_offset=1.0,
         needs=_WINDOW_KEY,
     ),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM",
-        {**_USUAL, **_SANDWICH, **_HEAD_NORMS},
-        _gemma3,
+        {**names.USUAL, **names.SANDWICH, **names.HEAD_NORMS},
+        own_keys.gemma3,
         norm_offset=1.0,
         needs=_WINDOW_KEY,
     ),
     "phi3": GgufArchitecture(
-        "Phi3ForCausalLM", {**_USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, _phi3
+        "Phi3ForCausalLM",
+        {**names.USUAL, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        own_keys.phi3,
     ),
-    "arcee": GgufArchitecture("ArceeForCausalLM", _USUAL, has_turned_heads=True),
+    "afmoe": GgufArchitecture(
+        "AfmoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+        },
+        own_keys.afmoe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count", *_WINDOW_KEY),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2, "expert_weights_norm": True},
+    ),
+    "arcee": GgufArchitecture("ArceeForCausalLM", names.USUAL, has_turned_heads=True),
     "dots1": GgufArchitecture(
         "Dots1ForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_EXPERTS,
-            **_SHARED_EXPERT,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         },
-        _glm4_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        own_keys.glm4_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},
     ),
-    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _USUAL, present={"use_bias": "attn_output.bias"}),
+    "ernie4_5-moe": GgufArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
+        },
+        own_keys.ernie4_5_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "interleave_moe_layer_step", "leading_dense_block_count"),
+        present={"use_bias": "attn_output.bias"},
+    ),
+    "exaone4": GgufArchitecture(
+        "Exaone4ForCausalLM",
+        {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH},
+        own_keys.exaone4,
+        refused=("nextn_predict_layers",),  # EXAONE 4.5
+    ),
+    "exaone-moe": GgufArchitecture(
+        "ExaoneMoeForCausalLM",
+        {
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
+            **names.NEXT_TOKENS,
+            "ffn_gate_inp": "mlp.gate",
+            "exp_probs_b.bias": "mlp.e_score_correction_bias",
+        },
+        own_keys.exaone_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count", *_WINDOW_KEY),
+        understood=("expert_weights_scale",),
+        usual_values={"expert_gating_func": 2},
+    ),
+    "gemma3n": GgufArchitecture(
+        "Gemma3nForCausalLM",
+        {**names.USUAL, **names.SANDWICH, **names.HEAD_NORMS, **names.ALT_UP},
+        own_keys.gemma3n,
+        needs=(
+            *_WINDOW_KEY,
+            "attention.shared_kv_layers",
+            "altup.num_inputs",
+            "altup.active_idx",
+            "embedding_length_per_layer_input",
+        ),
+        outside={
+            **names.LAYER_EMBEDDINGS,
+            "altup_proj": "model.altup_projections.*",
+            "altup_unembd_proj": "model.altup_unembed_projections.*",
+        },
+        rows={"vocab_size_per_layer_input": "per_layer_token_embd.weight", "laurel_rank": "blk.0.laurel_l.weight"},
+        stack_size=lambda values: values["altup.num_inputs"] - 1,
+    ),
+    "mistral3": GgufArchitecture(
+        "Ministral3ForCausalLM",
+        names.USUAL,
+        has_turned_heads=True,
+        understood=("attention.temperature_scale",),
+        steepness=1.0,
+    ),
+    "nemotron": GgufArchitecture(
+        "NemotronForCausalLM", names.USUAL, norm_offset=1.0, norm_epsilon=(_LAYER_NORM, "norm_eps")
+    ),
+    "hunyuan-moe": GgufArchitecture(
+        "HunYuanMoEV1ForCausalLM",
+        {
+            **names.USUAL,
+            **names.EXPERTS,
+            **{f"ffn_{half}_shexp": f"mlp.shared_mlp.{half}_proj" for half in ("gate", "up", "down")},
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg",
+        },
+        own_keys.hunyuan_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count"),
+    ),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", names.USUAL, present={"use_bias": "attn_output.bias"}),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
         {
-            **_USUAL,
+            **names.USUAL,
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
@@ -220,19 +209,17 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "glm4moe": GgufArchitecture(
         "Glm4MoeForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_EXPERTS,
-            **_SHARED_EXPERT,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.EXPERTS,
+            **names.SHARED_EXPERT,
             "post_attention_norm": "post_attention_layernorm",
             "ffn_gate_inp": "mlp.gate",
             "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-            **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
-            "nextn.shared_head_head": "shared_head.head",
-            "nextn.shared_head_norm": "shared_head.norm",
+            **names.NEXT_TOKENS,
         },
-        _glm4_moe,
-        needs=(*_EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
+        own_keys.glm4_moe,
+        needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count"),
         present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2},  # a sigmoid
@@ -240,7 +227,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gpt-oss": GgufArchitecture(
         "GptOssForCausalLM",
         {
-            **_USUAL,
+            **names.USUAL,
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
             "ffn_gate_inp": "mlp.router",
@@ -251,8 +238,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
             "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
         },
-        _gpt_oss,
-        needs=(*_EXPERT_KEYS[:2], *_WINDOW_KEY),
+        own_keys.gpt_oss,
+        needs=(*EXPERT_KEYS[:2], *_WINDOW_KEY),
         present={"attention_bias": "attn_q.bias"},
         usual_values={"expert_gating_func": 3},  # a softmax over the chosen experts
         turned=("experts.gate_up_proj", "experts.down_proj"),
@@ -260,57 +247,128 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
     "granite": GgufArchitecture(
         "GraniteForCausalLM",
-        _USUAL,
-        _granite,
+        names.USUAL,
+        own_keys.granite,
         has_turned_heads=True,
         understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
     ),
+    "gemma4": GgufArchitecture(
+        "Gemma4ForCausalLM",
+        {
+            **names.USUAL,
+            **names.SANDWICH,
+            **names.HEAD_NORMS,
+            **names.LAYER_EMBEDDING,
+            **names.EXPERTS_BESIDE,
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        own_keys.gemma4,
+        needs=(
+            *_WINDOW_KEY,
+            "attention.key_length",
+            "attention.key_length_swa",
+            "attention.shared_kv_layers",
+            "embedding_length_per_layer_input",
+        ),
+        lacks=("feed_forward_length",),
+        outside=names.LAYER_EMBEDDINGS,
+    ),
+    "granitemoe": GgufArchitecture(
+        "GraniteMoeForCausalLM",
+        {
+            **names.USUAL,
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_exps": "block_sparse_moe.output_linear",
+        },
+        lambda values: {**own_keys.granite(values), **own_keys.mixtral(values)},
+        has_turned_heads=True,
+        needs=EXPERT_KEYS[:2],
+        understood=("attention.scale", "embedding_scale", "logit_scale", "residual_scale"),
+        rebuilt=gguf_rebuilt.GRANITE_MOE,
+    ),
     "hunyuan-dense": GgufArchitecture(
         "HunYuanDenseV1ForCausalLM",
-        {**_USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        {**names.USUAL, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "command-r": GgufArchitecture(
+        "CohereForCausalLM",
+        {**names.USUAL, **names.HEAD_NORMS},
+        lambda values: {"logit_scale": values["logit_scale"]},
+        needs=("logit_scale",),
+        present={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        understood=("logit_scale",),
+        norm_epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "cohere2": GgufArchitecture(
+        "Cohere2ForCausalLM",
+        names.USUAL,
+        own_keys.cohere2,
+        needs=("logit_scale", *_WINDOW_KEY),
+        present={"attention_bias": "attn_q.bias"},
+        understood=("logit_scale",),
+        norm_epsilon=(_LAYER_NORM, "layer_norm_eps"),
+    ),
+    "deepseek2": _DEEPSEEK_V2,
+    "llama4": GgufArchitecture(
+        "Llama4ForCausalLM",
+        {
+            **{name: own.replace("mlp.", "feed_forward.") for name, own in names.USUAL.items()},
+            **{name: own.replace("mlp.", "feed_forward.") for name, own in names.GATED_EXPERT.items()},
+            "ffn_gate_inp": "feed_forward.router",
+        },
+        own_keys.llama4,
+        needs=(*EXPERT_KEYS, "interleave_moe_layer_step"),
+        usual_values={"expert_gating_func": 2, "attention.sliding_window": 8192},
+        refused=("leading_dense_block_count",),
+        rebuilt=gguf_rebuilt.LLAMA4,
     ),
     "minimax-m2": GgufArchitecture(
         "MiniMaxM2ForCausalLM",
         {
-            **_USUAL,
-            **_HEAD_NORMS,
-            **_MIXTRAL_EXPERTS,
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            **names.MIXTRAL_EXPERTS,
             "ffn_gate_inp": "block_sparse_moe.gate",
             "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        _mixtral,
-        needs=_EXPERT_KEYS[:2],
+        own_keys.mixtral,
+        needs=EXPERT_KEYS[:2],
         usual_values={"expert_gating_func": 2},
     ),
     "olmoe": GgufArchitecture(
         "OlmoeForCausalLM",
-        {**_USUAL, **_HEAD_NORMS, **_EXPERTS, "ffn_gate_inp": "mlp.gate"},
-        _olmoe,
-        needs=_EXPERT_KEYS[:2],
+        {**names.USUAL, **names.HEAD_NORMS, **names.EXPERTS, "ffn_gate_inp": "mlp.gate"},
+        own_keys.olmoe,
+        needs=EXPERT_KEYS[:2],
     ),
-    "olmo2": GgufArchitecture(
-        "Olmo2ForCausalLM",
-        {**_USUAL, **_HEAD_NORMS, **_SANDWICH},
-        refused=("attention.sliding_window",),  # OLMo 3
-    ),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**names.USUAL, **names.HEAD_NORMS, **names.SANDWICH}),
     "seed_oss": GgufArchitecture(
         "SeedOssForCausalLM",
-        {**_USUAL, "post_attention_norm": "post_attention_layernorm"},
+        {**names.USUAL, "post_attention_norm": "post_attention_layernorm"},
         present={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"},
+    ),
+    # Files do not say that there is a window, which all published models have.
+    "starcoder2": GgufArchitecture(
+        "Starcoder2ForCausalLM",
+        {**names.USUAL, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        lambda _: {"sliding_window": 4096},
+        present={"use_bias": "attn_output.bias"},
+        norm_epsilon=(_LAYER_NORM, "norm_epsilon"),
     ),
     # Files do not say which layers have no positions: llama.cpp takes every fourth, as all published models do.
     "smollm3": GgufArchitecture(
-        "SmolLM3ForCausalLM", _USUAL, lambda _: {"no_rope_layer_interval": 4}, has_turned_heads=True
+        "SmolLM3ForCausalLM", names.USUAL, lambda _: {"no_rope_layer_interval": 4}, has_turned_heads=True
     ),
 }
 _MIXTRAL = GgufArchitecture(
     "MixtralForCausalLM",
-    {**_USUAL, **_MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.gate"},
-    _mixtral,
+    {**names.USUAL, **names.MIXTRAL_EXPERTS, "ffn_gate_inp": "block_sparse_moe.gate"},
+    own_keys.mixtral,
     has_turned_heads=True,
-    needs=_EXPERT_KEYS[:2],
+    needs=EXPERT_KEYS[:2],
 )
-OUTSIDE: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BESIDE_VISION = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+_OLMO3 = replace(ARCHITECTURES["olmo2"], family="Olmo3ForCausalLM", own_keys=own_keys.olmo3)
 # These are in the config, as the scaling of the rope.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -319,11 +377,24 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     """Returns the architecture of a file and its name. Raises ValueError that names one that is not known."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in {**ARCHITECTURES, **_BESIDE_VISION}:
         raise ValueError(
             f"{file.path} has general.architecture {name!r}, which is not supported in GGUF: supported are "
-            f"{', '.join(ARCHITECTURES)}. Take the model's checkpoint in safetensors"
+            f"{', '.join((*ARCHITECTURES, *_BESIDE_VISION))}. Take the model's checkpoint in safetensors"
         )
+    # Some models are another one beside a vision tower, which is in a file of its own. The axes of a text's positions
+    # are all the same.
+    if name in _BESIDE_VISION:
+        return name, ARCHITECTURES[_BESIDE_VISION[name]]
+    # Some names are those of two families.
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return name, _MIXTRAL
+    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
+        return name, _OLMO3
+    if name == "deepseek2" and file.metadata.get("deepseek2.expert_gating_func", 1) != 1:
+        return name, _DEEPSEEK_V3
+    if name == "granitehybrid" and not file.metadata.get("granitehybrid.expert_count"):
+        return name, GRANITE_HYBRID_DENSE
+    if name == "mistral3" and not file.metadata.get("mistral3.attention.temperature_scale"):
+        return name, ARCHITECTURES["llama"]
     return name, ARCHITECTURES[name]

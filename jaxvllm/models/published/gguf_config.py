@@ -1,5 +1,7 @@
 """Makes the config.json that a GGUF file would have, of its metadata and the shapes of its tensors."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,14 +9,12 @@ import numpy as np
 
 from jaxvllm.gguf_file import GgufFile
 from jaxvllm.models.families import find_family
-from jaxvllm.models.published.gguf_architectures import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
-    GgufArchitecture,
-    architecture_of,
-)
-from jaxvllm.models.published.gguf_tensors import BlockType, values_of
+from jaxvllm.models.hf_config import MOST_LAYERS
+from jaxvllm.models.published.gguf_architecture import GgufArchitecture
+from jaxvllm.models.published.gguf_architectures import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, architecture_of
+from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_own_keys import LAYERS_WITH
+from jaxvllm.models.published.gguf_tensors import values_of
 from jaxvllm.models.tiling import Box
 
 _KEYS: Mapping[str, str] = {
@@ -23,7 +23,6 @@ _KEYS: Mapping[str, str] = {
     "feed_forward_length": "intermediate_size",
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
 # Files need not have these, and something is computed with them where they do.
 _OPTIONAL_NUMBERS = ("nextn_predict_layers",)
@@ -32,6 +31,8 @@ _REFUSED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.scale",
+    "attention.temperature_length",
+    "attention.temperature_scale",
     "embedding_scale",
     "expert_weights_scale",
     "logit_scale",
@@ -61,6 +62,8 @@ _KNOWN_SCALING = (
     "finetuned",
     "yarn_beta_fast",
     "yarn_beta_slow",
+    "yarn_log_multiplier",
+    "yarn_attn_factor",
 )
 
 
@@ -72,10 +75,17 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     name, architecture = architecture_of(file)
     start = f"{name}."
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
-    for key in (*_KEYS, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
+    names = {**_KEYS, **dict([architecture.norm_epsilon])}
+    # Some converters write one number for each layer, even where all are the same.
+    values |= {key: _same(values[key]) for key in (*names, "attention.head_count_kv") if key in values}
+    is_number = {key: type(values.get(key)) in (int, float) for key in names}
+    names = {key: ours for key, ours in names.items() if is_number[key] or key not in architecture.lacks}
+    for key in (*names, *architecture.needs, *(key for key in _OPTIONAL_NUMBERS if key in values)):
         value = values.get(key)
         if type(value) not in (int, float):
             raise ValueError(f"{file.path} must have a number {start}{key}, not {value!r}")
+    if type(values["block_count"]) is not int or values["block_count"] > MOST_LAYERS:
+        raise ValueError(f"{file.path} has {values['block_count']!r} layers: models have {MOST_LAYERS} at most")
     refused = set(_REFUSED) - set(architecture.understood)
     changing = sorted(key for key in refused if values.get(key, 0) not in (0, _NEUTRAL.get(key, 0)))
     usual_values = {**_USUAL_VALUES, **architecture.usual_values}
@@ -86,6 +96,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
         )
     heads = values["attention.head_count"]
+    of_layers = Counter(name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk."))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or heads < 1:
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
@@ -98,27 +109,36 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             f"{embedding.path}: tensor token_embd.weight has {rows} rows: vocabularies have {_MOST_TOKENS} at most"
         )
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
+    if architecture.is_latent:  # of a head, a rope turns these alone
+        head_size = values["rope.dimension_count"]
     if type(head_size) is not int or not 1 <= head_size <= _MOST_NUMBERS:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
-    if values.get("attention.value_length", head_size) != head_size:
+    if not architecture.is_latent and values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
-    # Some converters write one number for each layer, even where all are the same.
-    kv_heads = values.get("attention.head_count_kv", heads)
-    if isinstance(kv_heads, list) and len(set(kv_heads)) == 1:
-        kv_heads = kv_heads[0]
+    try:
+        rope = _rope(file, start, values, head_size, architecture.steepness)
+        own = architecture.own_keys(values | {LAYERS_WITH: of_layers})
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
     return {
         "architectures": [architecture.family],
-        **{ours: values[key] for key, ours in _KEYS.items()},
-        "num_key_value_heads": kv_heads,
+        **{ours: values[key] for key, ours in names.items()},
+        "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": head_size,
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        **{key: f"blk.0.{name}" in file.tensors for key, name in architecture.present.items()},
+        **{key: name in of_layers for key, name in architecture.present.items()},
+        **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
-        "rope_parameters": {**_rope(file, start, values, head_size), **architecture.rope_parameters},
+        "rope_parameters": {**rope, **architecture.rope_parameters},
         "dtype": _dtype(file, architecture),
-        **architecture.own_keys(values),
+        **own,
     }
+
+
+def _same(value: Any) -> Any:
+    """Returns the number that a list has at every place, or any other value as it is."""
+    return value[0] if isinstance(value, list) and len(set(value)) == 1 else value
 
 
 def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
@@ -131,7 +151,9 @@ def _dtype(file: GgufFile, architecture: GgufArchitecture) -> str:
     return "bfloat16" if dtype == "float16" and family.exceeds_float16 else dtype
 
 
-def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int) -> dict[str, Any]:
+def _rope(
+    file: GgufFile, start: str, values: Mapping[str, Any], head_size: int, steepness: float | None
+) -> dict[str, Any]:
     """Returns the rope parameters. Factors of frequencies are LongRoPE's, of which Llama 3.1's scaling is a case."""
     scaling = {key.removeprefix("rope.scaling."): value for key, value in values.items() if "rope.scaling." in key}
     kind = scaling.get("type", "none")
@@ -144,6 +166,16 @@ def _rope(file: GgufFile, start: str, values: Mapping[str, Any], head_size: int)
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = scaling.get("original_context_length")
         parameters |= {key: scaling.get(f"yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        usual = 0.1 * math.log(max(scaling.get("factor") or 1, 1)) + 1
+        if not any(math.isclose(scaling.get("yarn_attn_factor", 1.0), known, rel_tol=1e-4) for known in (1.0, usual)):
+            raise ValueError(f"{file.path} has {start}rope.scaling {scaling!r}: known is yarn_attn_factor {usual:.4f}")
+    # DeepSeek makes logits steeper by a multiple of the logarithm of the factor.
+    if (steeper := scaling.get("yarn_log_multiplier")) and steepness is None:
+        raise ValueError(f"{file.path} has {start}rope.scaling.yarn_log_multiplier {steeper!r}: not supported")
+    if steeper and steepness is not None:
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), round(steepness * steeper, 6))
+    if beta := values.get("attention.temperature_scale"):
+        parameters["llama_4_scaling_beta"] = beta
     if (extra := scaling.get("attn_factor", 1.0)) != 1.0 and LONG_FACTORS not in file.tensors:
         raise ValueError(f"{file.path} has {start}rope.scaling.attn_factor {extra!r}: it is known with LongRoPE only")
     if ROPE_FACTORS in file.tensors and kind != "none":

@@ -1,74 +1,36 @@
-"""`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read.
-
-The package `gguf` decodes blocks of quantized numbers. It is imported only where a file has such.
-"""
+"""`GgufTensors`: the tensors of a GGUF file as a Hugging Face checkpoint has them, decoded while they are read."""
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
+from jaxvllm.models.published.gguf_architecture import GgufArchitecture, RebuiltTensor
 from jaxvllm.models.published.gguf_architectures import (
     LONG_FACTORS,
-    OUTSIDE,
     ROPE_FACTORS,
     SHORT_FACTORS,
     architecture_of,
 )
+from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_names import OUTSIDE
 from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
+from jaxvllm.models.published.shaped_part import ShapedPart
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
-from pallas_kernels.extras import install_command
 
-# The types that are not quantized, by their numbers in ggml.
-_PLAIN: Mapping[int, np.dtype] = {0: np.dtype(np.float32), 1: np.dtype(np.float16), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_EXPERTS = 4096
-_MOST = 1 << 18  # numbers that are decoded at a time: what this takes stays in the cache of a core
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of ggml, whose rows are blocks of `count` numbers in `size` bytes each."""
-
-    count: int
-    size: int
-    decode: Callable[[np.ndarray], np.ndarray]  # makes f32[rows, numbers] of u8[rows, bytes], a new array
-
-    @classmethod
-    def of(cls, kind: int, where: str) -> "BlockType":
-        """Returns the type of that number. Raises ValueError if it is not known, or has no weights."""
-        if kind in _PLAIN:
-            dtype = _PLAIN[kind]
-            return cls(1, dtype.itemsize, lambda data: data.view(dtype).astype(np.float32))
-        gguf = _gguf(where)
-        try:
-            own = gguf.GGMLQuantizationType(kind)
-            count, size = gguf.GGML_QUANT_SIZES[own]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{where} has the type {kind} of ggml, which the package gguf does not know") from error
-
-        # This class decodes the blocks of one type. `gguf.quants.dequantize` gives it 16 rows at a time, and takes five
-        # times as long (Q4_K: 9.7 ms for a million numbers, and 1.7).
-        decoder = getattr(gguf.quants, own.name, None)
-        if decoder is None:
-            raise ValueError(f"{where} has the type {own.name}, in which no weights are published")
-        decoder.init_grid()
-
-        def decode(data: np.ndarray) -> np.ndarray:
-            values = np.empty((len(data), data.shape[1] // size * count), np.float32)
-            rows = max(1, _MOST // values.shape[1])
-            with np.errstate(all="ignore"):  # a scale in half precision may be infinite, if a file says so
-                for first in range(0, len(data), rows):
-                    values[first : first + rows] = decoder.dequantize_rows(data[first : first + rows])
-            return values
-
-        return cls(count, size, decode)
+# Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
+_THREADS = min(8, os.cpu_count() or 1)
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +40,7 @@ class _StoredMatrix:
     names: tuple[str, ...]
     number: int | None = None  # in the stack
     is_turned: bool = False  # the file has its matrices the other way round
+    rebuilt: RebuiltTensor | None = None  # how it is made of these tensors
 
 
 @dataclass(frozen=True)
@@ -88,6 +51,7 @@ class GgufTensors:
     places: Mapping[str, _StoredMatrix]
     heads: Mapping[str, int]  # how many a tensor has whose rows are stored for a rope that turns neighbours
     norm_offset: float
+    values: Mapping[str, Any]  # the metadata under the architecture's name
     types: Mapping[int, BlockType]
     mapped: Mapping[Path, np.ndarray]  # u8[bytes of the file]
 
@@ -95,22 +59,28 @@ class GgufTensors:
     def of(cls, file: GgufFile) -> "GgufTensors":
         """Names all tensors. Raises ValueError for an architecture or a type that is not known."""
         name, architecture = architecture_of(file)
-        places: dict[str, _StoredMatrix] = {}
+        start = f"{name}."
+        values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
+        places = _rebuilt(file, architecture.rebuilt)
+        others = {stored_name for place in places.values() for stored_name in place.names}
+        others |= {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
         for stored_name, tensor in file.tensors.items():
-            if stored_name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS):
-                own = _hf_name(stored_name, architecture.tensors)
-                count = _stack_size(file, stored_name, tensor, name) if len(tensor.shape) > 2 or "*" in own else 0
+            if stored_name not in others:
+                own = _hf_name(stored_name, architecture)
+                is_stack = len(tensor.shape) > 2 or "*" in own
+                count = _stack_size(stored_name, tensor, architecture.stack_size(values)) if is_stack else 0
                 if "*" in own:
                     for number in range(count):
                         places[own.replace("*", str(number))] = _StoredMatrix((stored_name,), number)
                 else:
-                    others = places[own].names if own in places else ()
-                    names = _in_turn(file, (*others, stored_name), architecture.tensors)
+                    before = places[own].names if own in places else ()
+                    names = _in_turn(file, (*before, stored_name), architecture.tensors)
                     places[own] = _StoredMatrix(names, is_turned=own.endswith(architecture.turned))
         heads = {}
         if architecture.has_turned_heads:
             queries = file.metadata.get(f"{name}.attention.head_count")
             keys = file.metadata.get(f"{name}.attention.head_count_kv", queries)
+            keys = max(keys) if isinstance(keys, list) else keys  # layers of other kinds have none
             heads = {"self_attn.q_proj": queries, "self_attn.k_proj": keys}
         types: dict[int, BlockType] = {}
         for stored_name, tensor in file.tensors.items():
@@ -118,7 +88,7 @@ class GgufTensors:
                 types[tensor.kind] = BlockType.of(tensor.kind, f"{tensor.path}: tensor {stored_name}")
         paths = {tensor.path for tensor in file.tensors.values()}
         mapped = {path: np.memmap(path, np.uint8, "r").view(np.ndarray) for path in paths}
-        return cls(file, places, heads, architecture.norm_offset, types, mapped)
+        return cls(file, places, heads, architecture.norm_offset, values, types, mapped)
 
     @property
     def names(self) -> set[str]:
@@ -141,20 +111,46 @@ class GgufTensors:
 
     def fill(self, source: Source) -> Fill:
         """Returns the function that fills a part of our array. Raises ValueError as `check` does."""
-        return decoded(self._part(source.name, source.shape), source)
+        self.check(source.name, source.shape)
 
-    def _part(self, name: str, shape: tuple[int, ...]) -> Part:
+        def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+            whole = decoded(self._part(source.name, source.shape, out.dtype), source)
+            pieces = list(Box(start, out.shape).pieces(_PIECE))
+            if len(pieces) == 1:  # starting a thread takes as long as decoding 100,000 numbers
+                whole(out, start)
+                return
+            with ThreadPoolExecutor(min(_THREADS, len(pieces))) as threads:
+                # `list` raises what a thread has raised.
+                list(threads.map(lambda piece: whole(out[piece.index(start)], piece.start), pieces))
+
+        return fill
+
+    def _part(self, name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Part:
+        """Returns the values of a tensor, rounded to `dtype`, or in float32 where something is computed with them."""
         if name not in self.places:
             raise ValueError(f"{self.file.path} lacks the tensor {name}, which should have shape {shape}")
         place = self.places[name]
+        if place.rebuilt is not None:
+            try:
+                made = place.rebuilt.make([self._whole(one, dtype) for one in place.names], self.values)
+            except (ValueError, IndexError) as error:
+                raise ValueError(f"{self.where(name)} makes no {name}: {error}") from error
+            if (fitting := made.reshaped(shape)) is None:
+                raise ValueError(
+                    f"{self.where(name)} makes {name} of shape {made.shape}, and the metadata make it {shape}"
+                )
+            return fitting.part
         expected = (*shape[:-2], shape[-1], shape[-2]) if place.is_turned else shape
         if (count := len(place.names)) > 1:
             expected = (expected[0], expected[1] // count, *expected[2:])
-        parts = [self._stored_part(one, place.number, expected) for one in place.names]
+        module, _, kind = name.rpartition(".")
+        is_moved = self.norm_offset and module.endswith("norm") and kind == "weight"
+        is_moved = is_moved and not module.endswith("linear_attn.norm")
+        dtype = np.float32 if is_moved else dtype
+        parts = [self._stored_part(one, place.number, expected, dtype) for one in place.names]
         part = parts[0] if count == 1 else alternating(parts, axis=1)
         part = turned(part) if place.is_turned else part
-        module, _, kind = name.rpartition(".")
-        if self.norm_offset and module.endswith("norm") and kind == "weight":
+        if is_moved:
             return added(part, by_group(stored(np.full((1,), -self.norm_offset, np.float32)), shape))
         heads = next((heads for end, heads in self.heads.items() if module.endswith(end)), None)
         if heads is None:
@@ -163,27 +159,49 @@ class GgufTensors:
             raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {heads} heads of an even size")
         return by_group(part, (_halves(shape[0], heads), *(1 for _ in shape[1:])))
 
-    def _stored_part(self, stored_name: str, number: int | None, shape: tuple[int, ...]) -> Part:
+    def _stored_part(self, stored_name: str, number: int | None, shape: tuple[int, ...], dtype: DTypeLike) -> Part:
         """Returns the values of a tensor of the file, or of a matrix of it, which must have that shape."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         found = tensor.shape if number is None else tensor.shape[1:]
-        if found != shape:
-            raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
         kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
-        if len(shape) < 3:
-            return values_of(tensor, where, kind, mapped, number)
-        matrices = [values_of(tensor, where, kind, mapped, place) for place in range(shape[0])]
+        if found != shape:
+            # Axes of one element are in some files and not in others.
+            same = ShapedPart(values_of(tensor, where, kind, mapped, number, dtype), found).reshaped(shape)
+            if same is None or len(found) > 2:
+                raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
+            return same.part
+        if number is not None:
+            return values_of(tensor, where, kind, mapped, number, dtype)
+        return self._whole(stored_name, dtype).part
+
+    def _whole(self, stored_name: str, dtype: DTypeLike) -> ShapedPart:
+        """Returns the values of a tensor of the file. Vectors are in float32, because more is computed with them."""
+        tensor, where = self.file.tensors[stored_name], self._where(stored_name)
+        kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
+        if len(tensor.shape) < 3:
+            exact = np.float32 if len(tensor.shape) == 1 else dtype
+            return ShapedPart(values_of(tensor, where, kind, mapped, dtype=exact), tensor.shape)
+        if len(tensor.shape) > 3 or tensor.shape[0] > _MOST_EXPERTS:
+            raise ValueError(f"{where} has shape {tensor.shape}: stacks have {_MOST_EXPERTS} matrices at most")
+        matrices = [values_of(tensor, where, kind, mapped, number, dtype) for number in range(tensor.shape[0])]
 
         def values(box: Box) -> np.ndarray:
             (first, *start), (_, *rest) = box.start, box.shape
             own = Box(tuple(start), tuple(rest))
             return np.stack([matrix(own) for matrix in matrices[first : box.stop[0]]])
 
-        return values
+        return ShapedPart(values, tensor.shape)
 
 
-def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarray, number: int | None = None) -> Part:
-    """Returns the values of a tensor in a mapped file, or of one matrix of a stack. They are read later.
+def values_of(
+    tensor: GgufTensor,
+    where: str,
+    kind: BlockType,
+    mapped: np.ndarray,
+    number: int | None = None,
+    dtype: DTypeLike = np.float32,
+) -> Part:
+    """Returns the values of a tensor in a mapped file, or of one matrix of a stack, in `dtype`. They are read later.
 
     Raises ValueError that begins with `where` if the tensor's rows are no blocks, or it goes beyond the file's end.
     """
@@ -201,7 +219,7 @@ def values_of(tensor: GgufTensor, where: str, kind: BlockType, mapped: np.ndarra
     def values(box: Box) -> np.ndarray:
         (row, first), (rows, wanted) = box.start, box.shape
         begin, end = first // kind.count, -(-(first + wanted) // kind.count)
-        found = kind.decode(np.ascontiguousarray(data[row : row + rows, begin * kind.size : end * kind.size]))
+        found = kind.decode(np.ascontiguousarray(data[row : row + rows, begin * kind.size : end * kind.size]), dtype)
         skipped = first - begin * kind.count
         return np.ascontiguousarray(found[:, skipped : skipped + wanted])
 
@@ -214,11 +232,12 @@ def _halves(rows: int, num_heads: int) -> np.ndarray:
     return numbers.swapaxes(1, 2).reshape(-1)
 
 
-def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
+def _hf_name(name: str, architecture: GgufArchitecture) -> str:
     """Returns the name in a Hugging Face checkpoint, or the same name if the architecture has no such tensor."""
     body, _, kind = name.rpartition(".")
-    if body in OUTSIDE:
-        return f"{OUTSIDE[body]}.{kind}"
+    outside, tensors = {**OUTSIDE, **architecture.outside}, architecture.tensors
+    if body in outside:
+        return f"{outside[body]}.{kind}"
     start, _, rest = body.partition(".")
     number, _, own = rest.partition(".")
     if start == "blk" and number.isdecimal():
@@ -229,6 +248,18 @@ def _hf_name(name: str, tensors: Mapping[str, str]) -> str:
     return name
 
 
+def _rebuilt(file: GgufFile, rebuilt: Mapping[str, RebuiltTensor]) -> dict[str, _StoredMatrix]:
+    """Returns the tensors of layers that are made of others, where the file has all of these."""
+    layers = dict.fromkeys(name.split(".")[1] for name in file.tensors if name.startswith("blk."))
+    found: dict[str, _StoredMatrix] = {}
+    for number in layers:
+        for end, tensor in rebuilt.items():
+            names = tuple(f"blk.{number}.{own}" for own in tensor.names)
+            if all(name in file.tensors for name in names):
+                found[f"model.layers.{number}.{end}"] = _StoredMatrix(names, rebuilt=tensor)
+    return found
+
+
 def _in_turn(file: GgufFile, names: tuple[str, ...], tensors: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the names of the tensors that one of a checkpoint has, in the order in which their rows take turns."""
     kinds = {name.split(".", 2)[-1]: name for name in names}
@@ -237,19 +268,8 @@ def _in_turn(file: GgufFile, names: tuple[str, ...], tensors: Mapping[str, str])
     return tuple(kinds[kind] for kind in tensors if kind in kinds) if len(names) > 1 else names
 
 
-def _stack_size(file: GgufFile, name: str, tensor: GgufTensor, architecture: str) -> int:
+def _stack_size(name: str, tensor: GgufTensor, count: Any) -> int:
     """Returns how many matrices a stack has, which the metadata say too: a file may state any shape."""
-    count = file.metadata.get(f"{architecture}.expert_count")
     if len(tensor.shape) != 3 or tensor.shape[0] != count or tensor.shape[0] > _MOST_EXPERTS:
         raise ValueError(f"{tensor.path}: tensor {name} has shape {tensor.shape}, and should have {count} matrices")
     return tensor.shape[0]
-
-
-def _gguf(where: str) -> Any:
-    try:
-        import gguf.quants
-    except ImportError as error:
-        raise NotImplementedError(
-            f"{where} is quantized, and decoding it needs a package that is not here: {install_command('gguf')}"
-        ) from error
-    return gguf

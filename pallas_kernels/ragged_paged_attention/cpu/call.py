@@ -31,7 +31,7 @@ def attend(
     scales of tokens where they have some.
 
     Each row gives the same bits whatever other rows there are, however many threads compute them, and wherever its
-    pages lie.
+    pages lie. Where no token of a tile is needed, its output is zeros.
     """
     if (quantization is None and q.dtype != kv_pages.dtype) or q.shape[-1] % 16 or value_size % 16:
         raise ValueError(f"the cpu kernel needs pages of q's dtype and heads of 16s, got {q} and pages {kv_pages}")
@@ -40,11 +40,12 @@ def attend(
     sinks, slopes = (
         jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) for of_heads in (sinks, slopes)
     )
+    is_needed = jnp.zeros(0, jnp.int32) if rows.is_needed is None else rows.is_needed.astype(jnp.int32)
     kv_dtype = q.dtype.name if quantization is None else quantization.codes
     scaled = "by-token" if quantization is not None and quantization.by_token else "by-head"
     handler = Handler(attention, (q.dtype.name, kv_dtype, scaled), chip)
     result: jax.Array = handler(
         jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype),
-        q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks, slopes,
+        q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks, slopes, is_needed,
     )  # fmt: skip
     return result

@@ -45,7 +45,9 @@ class _Call:
     def __init__(self, e: Emitter, frame: Frame, dtype: str, kv_dtype: str, by_token: bool):
         self.e, self.dtype, self.size = e, dtype, SIZE_OF[dtype]
         self.kv_dtype, self.kv_size, self.by_token = kv_dtype, SIZE_OF[kv_dtype], by_token
-        q, pages, table, starts, lengths, integers, floats, sinks, slopes = (frame.argument(i) for i in range(9))
+        q, pages, table, starts, lengths, integers, floats, sinks, slopes, needed = (
+            frame.argument(i) for i in range(10)
+        )
         out = frame.result(0)
         self.q, self.pages, self.out = q.data, pages.data, out.data
         self.num_tokens, self.num_heads, self.key_size = (q.size(i) for i in range(3))
@@ -57,6 +59,7 @@ class _Call:
         self.scale, self.soft_cap = (e.load_float(floats.data + 4 * i) for i in range(2))
         self.sinks, self.has_sinks = sinks.data, sinks.size(0) > 0
         self.slopes, self.has_slopes = slopes.data, slopes.size(0) > 0
+        self._needed, self._all_needed = needed.data, needed.size(0).equals(0)
         self.group = self.num_heads // self.num_kv_heads
         self.tile_tokens = e.max(e.integer(MAX_QUERIES) // self.group, e.integer(1))
 
@@ -66,6 +69,14 @@ class _Call:
     def kv_len(self, row: Value) -> Value:
         return self.e.load_int(self._lengths + row * 4, 32)
 
+    def is_needed(self, first: Value, end: Value) -> Value:
+        """Returns whether one of the tokens from `first` to before `end` is needed."""
+        e = self.e
+        found = e.variable(e.select(self._all_needed, e.integer(1), e.integer(0)))
+        with e.when(found.get().equals(0)), e.loop(first, end) as token:
+            found.set(found.get() | e.load_int(self._needed + token * 4, 32))
+        return found.get() > 0
+
     def zero(self, first: Value, end: Value) -> None:
         """Writes zeros as the output of the tokens from `first` to before `end`."""
         width = self.num_heads * self.value_size
@@ -74,7 +85,10 @@ class _Call:
 
 
 def _list_tiles(call: _Call, tiles: Value) -> Value:
-    """Writes down the tiles of all rows, and returns how many there are. The output of all other tokens becomes 0."""
+    """Writes down the tiles with a token that is needed, and returns how many there are.
+
+    The output of all other tokens becomes 0.
+    """
     e = call.e
     count = e.variable(e.integer(0))
     with e.loop(0, call.num_rows) as row:
@@ -83,10 +97,14 @@ def _list_tiles(call: _Call, tiles: Value) -> Value:
             call.zero(first, end)
         with e.when(call.kv_len(row) > 0):
             with e.loop(first, end, call.tile_tokens) as token:
-                tile = tiles + count.get() * _TILE
-                e.store_int(tile, row)
-                e.store_int(tile + 8, token)
-                count.set(count.get() + 1)
+                tile, until = tiles + count.get() * _TILE, e.min(token + call.tile_tokens, end)
+                is_needed = call.is_needed(token, until)
+                with e.when(is_needed):
+                    e.store_int(tile, row)
+                    e.store_int(tile + 8, token)
+                    count.set(count.get() + 1)
+                with e.when(is_needed.equals(0)):
+                    call.zero(token, until)
     call.zero(call.query_start(call.num_rows), call.num_tokens)
     return count.get()
 

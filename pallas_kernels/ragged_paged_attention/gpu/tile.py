@@ -105,7 +105,7 @@ class AttentionBuild:
         """Returns the slopes f32[K, 64] of the rows of a tile, of those f32[H] of query heads.
 
         Without slopes no code reads them, and another operand stands in their place: zeros would be written in each
-        layer, by a kernel of their own (1.3 us of an H100, as each of the 30 kernels of a layer that decodes).
+        layer, by a kernel of their own (1.3 us of an H100, where a layer that decodes had 23 kernels).
         """
         return where.layer if slopes is None else self.rows_of(slopes.astype(jnp.float32))
 

@@ -12,6 +12,7 @@ import chex
 import gguf
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -22,7 +23,9 @@ from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.published.gguf_tensors import BlockType, GgufTensors, values_of
+from jaxvllm.models.published import gguf_blocks
+from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_tensors import GgufTensors, values_of
 from jaxvllm.models.tiling import Box
 from jaxvllm.text.tokenizer import Tokenizer
 from sharding.mesh import MeshShape
@@ -39,6 +42,8 @@ SIZES = {48: 64, 100: 96}
 HEADS = {24: 32}
 # The rows of queries and keys of heads of 20, which have 16 then.
 KEYS = {80: 64, 40: 32, 20: 16}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+STEEP = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 HALF = {"partial_rotary_factor": 0.5}
 SCALING = "llama.rope.scaling"
 
@@ -74,6 +79,14 @@ def load(path: Path, size: int = 1) -> Any:
         ("granite", HEADS, {}, 1),
         ("hunyuan", KEYS, {"head_dim": 16, "rope_parameters": None}, 1),
         ("olmo2", HEADS, {}, 1),
+        ("olmo3", HEADS, {"rope_parameters": YARN}, 1),
+        ("gemma", KEYS, {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}, 1),
+        ("cohere-plus", {48: 96, 16: 32, 8: 16}, {"hidden_size": 96, "layer_norm_eps": 1e-5}, 1),
+        ("cohere2", HEADS, {"sliding_window_pattern": 4, "layer_norm_eps": 1e-5}, 1),
+        ("nemotron", KEYS, {"head_dim": 16, **HALF}, 1),
+        ("ministral3", KEYS, {"head_dim": 16, "rope_parameters": STEEP}, 1),
+        ("exaone4", {**HEADS, 12: 16}, {"sliding_window_pattern": 4}, 1),
+        ("starcoder2", HEADS, {"sliding_window": 4096}, 1),
         ("seed_oss", KEYS, {"head_dim": 16}, 1),
         ("smollm3", HEADS, {"no_rope_layer_interval": 4}, 1),
     ],
@@ -95,12 +108,40 @@ def test_a_file_is_the_same_model_as_its_checkpoint(
         if name == "gemma3":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(8.0)
+        if name == "ministral3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(8.0)
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_yarn_log_mul(1.0)
+            writer.add_attn_temperature_scale(0.5)
+        if name == "olmo3":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(8.0)
+            writer.add_rope_scaling_orig_ctx_len(32)
+            writer.add_rope_scaling_yarn_attn_factor(1 + 0.1 * np.log(8))
+            writer.add_sliding_window_pattern([(layer + 1) % 4 != 0 for layer in range(config["num_hidden_layers"])])
 
     file = tmp_path / "model.gguf"
     values = write_gguf(file, config, fixture.weights(), mixed, more=scaling)
     plain = write_model(tmp_path / "plain", config, values)
     assert model_spec(checkpoint.read_config(file)) == model_spec(config)
     chex.assert_trees_all_equal(load(file, device_count), load(plain, device_count))
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen2", gguf.MODEL_ARCH.QWEN2VL), ("qwen3", gguf.MODEL_ARCH.QWEN3VL)]
+)
+def test_models_beside_a_vision_tower_are_read_as_without(
+    name: str, architecture: gguf.MODEL_ARCH, tmp_path: Path
+) -> None:
+    fixture, files = Fixture.load(name), (tmp_path / "text.gguf", tmp_path / "vision.gguf")
+    config = sized(fixture, use_sliding_window=False)
+    write_gguf(files[0], config, fixture.weights())
+    sections = {"architecture": architecture, "more": lambda file: file.add_rope_dimension_sections([2, 2, 2, 0])}
+    write_gguf(files[1], config, fixture.weights(), **sections)
+    text, vision = (model_spec(checkpoint.read_config(file)) for file in files)
+    assert text == vision == model_spec(config)
+    chex.assert_trees_all_equal(*map(load, files))
 
 
 def test_gpt_oss_whose_gates_and_features_are_apart(tmp_path: Path) -> None:
@@ -184,28 +225,50 @@ def test_every_type_is_decoded_from_and_to_any_column(kind: Kind, tmp_path: Path
         np.testing.assert_array_equal(part(box), expected[box.index((0, 0))])
 
 
+@pytest.mark.parametrize(
+    ("kind", "halves"),
+    [(Kind.Q4_0, (0,)), (Kind.Q8_0, (0,)), (Kind.Q4_K, (0, 2)), (Kind.Q5_K, (0, 2)), (Kind.Q6_K, (208,))],
+    ids=lambda value: value.name if isinstance(value, Kind) else "",
+)
+def test_xla_decodes_the_usual_types_to_the_numbers_of_the_package(
+    kind: Kind, halves: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (2**20 // block + 3, size)).astype(np.uint8)  # more than a call
+    for place in halves:  # numbers in half precision of all exponents below that of 1
+        data[:, place + 1] &= 0xBB
+    by_xla = BlockType.of(int(kind), "x")
+    monkeypatch.setattr(gguf_blocks, "_host", lambda: None)
+    by_numpy = BlockType.of(int(kind), "x")
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        np.testing.assert_array_equal(by_xla.decode(data, dtype), by_numpy.decode(data, dtype))
+
+
 def test_blocks_of_eight_and_four_bits_mean_what_ggml_says(tmp_path: Path) -> None:
     stream = np.random.default_rng(0)
     scales = stream.uniform(0.1, 1, (3, 2)).astype(np.float16)
     codes = stream.integers(-128, 128, (3, 2, 32)).astype(np.int8)
     bytes_ = [scales[..., None].view(np.uint8), codes.view(np.uint8)]
-    found = BlockType.of(int(Kind.Q8_0), "x").decode(np.concatenate(bytes_, axis=-1).reshape(3, -1))
+    found = BlockType.of(int(Kind.Q8_0), "x").decode(np.concatenate(bytes_, axis=-1).reshape(3, -1), np.float32)
     np.testing.assert_array_equal(found, (scales[..., None].astype(np.float32) * codes).reshape(3, 64))
     nibbles = codes.view(np.uint8) & 15  # byte j has number j in its low bits, and number j + 16
     packed = nibbles[..., :16] | nibbles[..., 16:] << 4
-    found = BlockType.of(int(Kind.Q4_0), "x").decode(np.concatenate([bytes_[0], packed], axis=-1).reshape(3, -1))
+    stored = np.concatenate([bytes_[0], packed], axis=-1).reshape(3, -1)
+    found = BlockType.of(int(Kind.Q4_0), "x").decode(stored, np.float32)
     values = scales[..., None].astype(np.float32) * (nibbles.astype(np.float32) - 8)
     np.testing.assert_array_equal(found, values.reshape(3, 64))
 
 
-def test_only_quantized_files_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_of_rare_types_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
     config = sized(fixture)
     weights = {name: data[:, :32] if data.ndim == 2 else data for name, data in fixture.weights().items()}
     write_gguf(path, config, fixture.weights(), lambda _: Kind.F16)
-    write_gguf(tmp_path / "quantized.gguf", config, weights, lambda _: Kind.Q4_0)
+    write_gguf(tmp_path / "usual.gguf", config, weights, lambda _: Kind.Q4_0)
+    write_gguf(tmp_path / "quantized.gguf", config, weights, lambda _: Kind.Q5_1)
     monkeypatch.setitem(sys.modules, "gguf", None)
     load(path)
+    GgufTensors.of(GgufFile.open(tmp_path / "usual.gguf"))
     with pytest.raises(
         NotImplementedError, match=r"tensor \S+ is quantized, and decoding it needs a package that is not here: .*gguf"
     ):
@@ -271,6 +334,11 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
     refused("must have a number general.file_type", more=lambda file: file.add_array("general.file_type", [1, 2]))
     key = "llama.nextn_predict_layers"
     refused(f"must have a number {key}, not '1'", more=lambda file: file.add_string(key, "1"))
+
+    def with_layers(file: gguf.GGUFWriter) -> None:
+        file.kv_data[0]["llama.block_count"].value = 20_000
+
+    refused("model.gguf has 20000 layers: models have 10000 at most", more=with_layers)
     refused("must have a number llama.expert_used_count", more=lambda file: file.add_expert_count(4))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_string(f"{SCALING}.type", "su"))
     refused("has llama.rope.scaling .*: known types are", more=lambda file: file.add_float32(f"{SCALING}.odd", 2.0))
@@ -307,7 +375,7 @@ def test_what_does_not_fit_is_refused_by_file_and_tensor(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("olmo2", lambda file: file.add_sliding_window(24), "olmo2.attention.sliding_window = 24"),
+        ("exaone4", lambda file: file.add_nextn_predict_layers(1), "exaone4.nextn_predict_layers = 1"),
         ("glm4", lambda file: file.add_nextn_predict_layers(1), "glm4.nextn_predict_layers = 1"),
         (
             "glm4_moe",
