@@ -62,7 +62,7 @@ class Way:
         return "-".join((self.case.name, self.dtype, self.chip))
 
 
-INT4, INT4_OF_32, INT4_ZEROS, _, INT8_ZEROS, FP8, _, MXFP4, _ = CASES
+INT4, INT4_OF_32, INT4_ZEROS, INT8, INT8_ZEROS, FP8, FP8_E5M2, MXFP4, _ = CASES
 WAYS = [Way(case) for case in CASES] + [
     Way(replace(INT4, name="int4-long", size_in=2432), chip="v5e"),
     Way(INT4, chip="v7x"),
@@ -72,6 +72,10 @@ WAYS = [Way(case) for case in CASES] + [
     Way(INT8_ZEROS, chip="v5e"),
     Way(replace(FP8, name="fp8-many", num_rows=65), chip="v5p"),
     Way(replace(MXFP4, name="mxfp4-few", num_rows=5, size_in=128), chip="v5p"),
+    # With groups of 128, few rows are multiplied by numbers alone, and sums are scaled: each kind of eight bits.
+    Way(replace(INT8, name="int8-few", group=128, num_rows=20, size_in=256), chip="v5e"),
+    Way(replace(INT8_ZEROS, name="int8-zeros-few", group=128, size_in=256)),
+    Way(replace(FP8_E5M2, name="e5m2-few", group=128, size_in=256)),
 ]
 
 
