@@ -29,8 +29,8 @@ from jaxvllm.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-# From this many tokens on a tokenizer is built before the first request asks: llguidance holds the GIL all the while,
-# 0.9 s for 128k tokens, in which no step would be planned.
+# From this many tokens on a tokenizer is built while no request runs, if there is such a time before the first request
+# asks: llguidance holds the GIL all the while, 0.9 s for 128k tokens, in which no step is planned.
 LARGE_VOCABULARY = 2**15
 # A grammar may compute for so long, and for so long while others wait for a place to be tried. No schema of the
 # public suites takes a third of a second.
@@ -73,7 +73,7 @@ class GrammarCompiler:
     def warm_up(self) -> None:
         """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large.
 
-        Once closed, it does nothing.
+        No step is planned meanwhile, so no request should run. Once closed, it does nothing.
         """
         if self._vocab_size >= LARGE_VOCABULARY:
             self._submit(self.trials.start)
