@@ -25,7 +25,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import run_cache
+from tests import rewriting, run_cache
 
 # Engines in processes of their own compile quickly: see there.
 CHILDREN = str(Path(__file__).parent / "children")
@@ -56,6 +56,7 @@ NEW_OBJECTS = 10_000
 def pytest_configure(config: pytest.Config) -> None:
     run_cache.begin(config)
     gc.set_threshold(NEW_OBJECTS)
+    rewriting.rewrite_share(config)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

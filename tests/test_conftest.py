@@ -1,7 +1,10 @@
-"""The compilation counter counts, so that a test which asserts zero can fail."""
+"""The compilation counter counts, so that a test which asserts zero can fail. What is named as waiting exists."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from tests.waiting_apart import WAITING
 
 
 def test_counts_a_compilation_and_not_a_cached_call(compilations: Callable[[], Any]) -> None:
@@ -17,3 +20,9 @@ def test_counts_a_compilation_and_not_a_cached_call(compilations: Callable[[], A
     with compilations() as other_shape:
         double(eight)
     assert (first.count, again.count, other_shape.count) == (1, 0, 1), (first.names, again.names)
+
+
+def test_what_waits_is_still_there() -> None:
+    """Of a file that has another name, nobody would notice that its tests no longer have a process of their own."""
+    root = Path(__file__).parent.parent
+    assert [name for name in WAITING if not (root / name).exists()] == []

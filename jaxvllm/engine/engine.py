@@ -469,6 +469,14 @@ class Engine:
         self._has_first_weights = False
         self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
 
+    def use_pause(self) -> None:
+        """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
+
+        A caller calls it once, while no request runs. Without it the first request with a form has to wait for that.
+        """
+        if self._constraints is not None:
+            self._constraints.warm_up()
+
     def wait_until_compiled(self) -> None:
         """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""
         for holder in self.holders:

@@ -29,8 +29,8 @@ from jaxvllm.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-# From this many tokens on a tokenizer is built before the first request asks: llguidance holds the GIL all the while,
-# 0.9 s for 128k tokens, in which no step would be planned.
+# From this many tokens on a tokenizer is built while no request runs, if there is such a time before the first request
+# asks: llguidance holds the GIL all the while, 0.9 s for 128k tokens, in which no step is planned.
 LARGE_VOCABULARY = 2**15
 # A grammar may compute for so long, and for so long while others wait for a place to be tried. No schema of the
 # public suites takes a third of a second.
@@ -73,7 +73,7 @@ class GrammarCompiler:
     def warm_up(self) -> None:
         """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large.
 
-        Once closed, it does nothing.
+        No step is planned meanwhile, so no request should run. Raises OverloadedError once closed.
         """
         if self._vocab_size >= LARGE_VOCABULARY:
             self._submit(self.trials.start)
@@ -86,11 +86,14 @@ class GrammarCompiler:
         """
         future, is_new = self.cache.get_or_add(params)
         if is_new:
-            self._submit(lambda: self._try(params, future))
+            self._submit_for(params, future, lambda: self._try(params, future))
         return future
 
     def close(self) -> None:
-        """Ends the threads after what they compile, and the other process. Nothing may be compiled afterwards."""
+        """Ends the threads after what they compile, and the other process.
+
+        What is compiled afterwards has an OverloadedError.
+        """
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_threads):
@@ -98,47 +101,64 @@ class GrammarCompiler:
         self.trials.close()
 
     def _submit(self, job: Callable[[], None]) -> None:
-        with self._lock:
+        """Has one of the threads do `job`. Raises OverloadedError once closed."""
+        with self._lock:  # to the end, or a job might come after the None that ends the threads
             if self._is_closed:
-                return
+                raise OverloadedError("structured_outputs: the engine is closed: build another")
             if self._num_threads < NUM_THREADS:
-                self._num_threads += 1
                 before = threading.stack_size(STACK_BYTES)
                 try:
                     threading.Thread(target=self._work, name="jaxvllm-grammar", daemon=True).start()
                 finally:
                     threading.stack_size(before)
-        self._jobs.put(job)
+                self._num_threads += 1
+            self._jobs.put(job)
+
+    def _submit_for(
+        self, params: StructuredOutputsParams, future: Future[CompiledGrammar], job: Callable[[], None]
+    ) -> None:
+        """Has one of the threads do a part of the work for `future`. If that fails, the future does."""
+
+        def guarded() -> None:
+            try:
+                job()
+            except BaseException as error:
+                self._fail(params, future, error)
+
+        try:
+            self._submit(guarded)
+        except Exception as error:
+            self._fail(params, future, error)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except BaseException:  # the thread is needed for others; a panic of llguidance is a BaseException
+                logger.exception(
+                    "a part of what structured outputs need failed; the next form that needs it tries again"
+                )
 
     def _try(self, params: StructuredOutputsParams, future: Future[CompiledGrammar]) -> None:
         """Has a grammar tried, and then compiled in one of the threads, unless it is wrong already."""
-        try:
-            source = grammar_source(params, self._vocabulary)
-        except BaseException as error:
-            self._fail(params, future, error)
-            return
-        trial = self.trials.run(source)
-        trial.add_done_callback(lambda done: self._submit(lambda: self._finish(params, source, done.result(), future)))
+        source = grammar_source(params, self._vocabulary)
+
+        def finish(trial: Future[Trial]) -> None:
+            self._submit_for(params, future, lambda: self._finish(params, source, trial.result(), future))
+
+        self.trials.run(source).add_done_callback(finish)
 
     def _finish(
         self, params: StructuredOutputsParams, source: str, trial: Trial, future: Future[CompiledGrammar]
     ) -> None:
+        self._check(trial)
+        self.cache.reserve(trial.num_bytes)
         try:
-            self._check(trial)
-            self.cache.reserve(trial.num_bytes)
-            try:
-                grammar = self._compile(params, source)
-            except BaseException:
-                self.cache.release(trial.num_bytes)
-                raise
-        except BaseException as error:
-            self._fail(params, future, error)
-        else:
-            self.cache.store(params, future, grammar, trial.num_bytes)
+            grammar = self._compile(params, source)
+        except BaseException:
+            self.cache.release(trial.num_bytes)
+            raise
+        self.cache.store(params, future, grammar, trial.num_bytes)
 
     def _fail(self, params: StructuredOutputsParams, future: Future[CompiledGrammar], error: BaseException) -> None:
         """Sets the error of a grammar."""

@@ -61,7 +61,7 @@ class RequestConstraints:
         return ReasoningConstraint(self._marks, request.prompt.token_list, answer, budget)
 
     def warm_up(self) -> None:
-        """Builds in the background what takes long to build."""
+        """Builds in the background what takes long to build. No step is planned meanwhile."""
         self._compiler.warm_up()
 
     def close(self) -> None:

@@ -140,16 +140,6 @@ class Programs[Program]:
             if thread is not None:
                 thread.join()
 
-    def then(self, job: Callable[[], None]) -> None:
-        """Calls `job` in a thread of its own as soon as every bucket is compiled, unless the engine ends before."""
-
-        def run() -> None:
-            self.wait()
-            if not self._must_end:
-                job()
-
-        threading.Thread(target=run, name="jaxvllm-after-compiling", daemon=True).start()
-
     def close(self) -> None:
         """Stops compiling after the bucket at hand."""
         self._closed.set()

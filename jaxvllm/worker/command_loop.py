@@ -27,6 +27,9 @@ logger = logging.getLogger("jaxvllm.engine")
 
 # The interval of sending counters while there is work. They are also sent when the client asks for them.
 PULSE_SECONDS = 0.5
+# After so long without a command an engine without work uses the first pause for what would hold up steps later. The
+# client's pings come every second.
+PAUSE_MILLISECONDS = 250
 # The number of steps in a row that may break off before the engine gives up. After each of them it is reset.
 MAX_BREAKS = 3
 # The time for the last messages to be sent. It ends early when they have been sent, or the client has ended.
@@ -85,6 +88,7 @@ class CommandLoop:
         self._breaks = 0
         self._serials: dict[str, int] = {}  # of the requests that have not ended
         self._preparing = Preparing()
+        self._has_used_pause = False
         self._unscored: set[int] = set()  # serials of requests whose client waits for the prompt's log-probabilities
 
     def run(self) -> None:
@@ -139,6 +143,9 @@ class CommandLoop:
             if self._preparing:
                 self._preparing.wait(self._socket)
             else:
+                if not self._has_used_pause and not self._socket.poll(PAUSE_MILLISECONDS):
+                    self._has_used_pause = True
+                    self._engine.use_pause()
                 self._obey(self._socket.recv())
         while True:
             try:

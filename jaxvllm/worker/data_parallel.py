@@ -42,18 +42,9 @@ def open_pool(
     kind = device_kind()
     backend = parallel.data_parallel_backend
     if backend == "auto":
-        shares_experts = parallel.shares_experts(engine)
-        if shares_experts and (parallel.data_parallel_size_local or size) < size:
-            raise NotImplementedError(
-                "replicas on several hosts share experts in one engine: leave data_parallel_size_local out and start "
-                "the same command on each host with coordinator, num_processes and process_id, or give "
-                "data_parallel_backend mp, with which each replica has all experts"
-            )
-        is_one = engine.has_others or shares_experts or (kind == "tpu" and size > 1)
+        is_one = parallel.shares_experts(engine) or (kind == "tpu" and size > 1)
         backend = "in-process" if is_one else "mp"
-    if engine.has_others and backend != "in-process":
-        raise ValueError(f"data_parallel_backend {backend} is for replicas of one process each: give in-process")
-    if backend == "in-process":
+    if engine.has_others or backend == "in-process":
         return EnginePool(parallel.in_one_engine(engine), 1, OneProcess(), limits, chat_template)
     each = replace(engine, mesh=str(replace(shape, data=1)))
     if backend == "ray":

@@ -51,7 +51,21 @@ class DataParallelConfig:
         return size
 
     def in_one_engine(self, engine: EngineConfig) -> EngineConfig:
-        """Returns the config of one engine that has all replicas. Raises as `num_replicas` does."""
+        """Returns the config of one engine that has all replicas.
+
+        Raises as `num_replicas` does, and where the options want replicas apart. Every process of the engine asks here
+        before it joins the others, so that all of them refuse at once.
+        """
+        if self.data_parallel_backend not in ("auto", "in-process"):
+            backend = self.data_parallel_backend
+            raise ValueError(f"data_parallel_backend {backend} is for replicas of one process each: give in-process")
+        size, local = self.num_replicas(engine), self.data_parallel_size_local
+        if local is not None and local < size and self.shares_experts(engine):
+            raise NotImplementedError(
+                "replicas on several hosts share experts in one engine: leave data_parallel_size_local out and start "
+                "the same command on each host with coordinator, num_processes and process_id, or give "
+                "data_parallel_backend mp, with which each replica has all experts"
+            )
         return replace(engine, mesh=str(replace(engine.mesh_shape, data=self.num_replicas(engine))))
 
     def shares_experts(self, engine: EngineConfig) -> bool:

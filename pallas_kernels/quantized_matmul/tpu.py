@@ -122,7 +122,10 @@ def quantized_matmul(
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is finite
 
     Sums are in float32 and the result in `dtype` (None: x's). Numbers are rounded to the dtype of x after they have
-    been scaled, if they are scaled at all. Starts that do not rise, and matrices that are not there, are not detected.
+    been scaled, if they are scaled at all. A code that is no finite number stays what it is, but on v5e, v5p and v6e a
+    NaN of E4M3 counts as 480 with its sign, and where sums are scaled an infinity of E5M2 can make NaN of its column,
+    because it is multiplied by the zeros in the place of other groups' inputs, too. Starts that do not rise, and
+    matrices that are not there, are not detected.
     """
     _, halves, _, num_columns = w.codes.shape
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)

@@ -105,7 +105,7 @@ APART = SHARED | {"all2all_backend": "deepep_low_latency"}
     ("kind", "options"),
     [
         pytest.param("qwen3_next", {}, id="qwen3_next"),
-        *(pytest.param(k, {}, id=k, marks=pytest.mark.slow) for k in ("deepseek_v3", "mimo_v2", "longcat_flash")),
+        *(pytest.param(k, {}, id=k, marks=pytest.mark.slow) for k in ("mimo_v2", "longcat_flash")),
         pytest.param("deepseek_v3", SHARED, id="deepseek_v3-2x1", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", APART, id="deepseek_v3-2x1-apart", marks=pytest.mark.slow),
     ],

@@ -97,12 +97,11 @@ def expected(directory: Path) -> list[Any]:
 
 @pytest.fixture(
     scope="module",
-    params=["2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2x4", "2x2x1"))],
+    params=["2x2", pytest.param("2x2x1", marks=pytest.mark.slow)],
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
-    drafts = SUFFIX if request.param == "2x4" else NGRAM
-    # The two other meshes have the program for decoding without drafts.
-    with rare_programs(on_demand=False), all_drafts_or_none(bursts=request.param != "2x4"):
+    drafts = SUFFIX if request.param == "2x2x1" else NGRAM
+    with rare_programs(on_demand=False), all_drafts_or_none():
         llm = tiny_llm(directory, mesh=request.param, speculative_config=drafts, **SHARED, **OPTIONS)
     with llm:
         yield llm

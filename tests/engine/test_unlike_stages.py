@@ -20,7 +20,8 @@ SIZES: dict[str, Any] = dict(
 )
 # Two dense layers in one stage, and two with experts in the other. Two short convolutions and attention, and then one
 # of each. Four states of a token, layers that read others, and embeddings of layers. Choices of an index that others
-# read. The gated delta rule has stages in test_states.py, with drafts, and windows alone have them in test_pipeline.py.
+# read. The gated delta rule has stages in test_states.py, with drafts. Windows and Gemma 4 have them in
+# test_pipeline.py.
 CASES = [
     ("deepseek_v3", "2x1x1"),
     ("lfm2", "2x1x2"),
@@ -33,7 +34,6 @@ CASES = [
             ("kimi_linear", "3x1x1"),
             ("jamba", "2x1x2"),
             ("nemotron_h", "2x1x1"),  # the first stage has no attention
-            ("gemma4", "2x1x2"),
             ("longcat_flash", "4x1x2"),  # pairs of layers in two stages each, with latent attention on two devices
         )
     ),

@@ -14,7 +14,7 @@ import pytest
 from jaxvllm.core.errors import OverloadedError, ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar import compiler as compiler_module
-from jaxvllm.grammar.compiler import GrammarCompiler
+from jaxvllm.grammar.compiler import NUM_THREADS, GrammarCompiler
 from jaxvllm.grammar.trial_process import MAX_CHILDREN
 from tests.grammar.demo import EOS, VOCAB_SIZE, allowed, compiled, compiler, poisoned_source, takes, tokenizer, tokens
 from tests.grammar.schema_cases import CASES
@@ -291,15 +291,33 @@ input()
 
 def test_close_ends_the_process_and_what_it_tries(mine: GrammarCompiler) -> None:
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result()
-    mine.compile(StructuredOutputsParams(regex="endless"))
+    endless = mine.compile(StructuredOutputsParams(regex="endless"))
     pid = mine.trials.pid
     assert pid is not None
     [child] = wait_until(lambda: children(pid))
     mine.close()
+    later = mine.compile(StructuredOutputsParams(choice=("y",)))
+    for future in (endless, later):
+        assert isinstance(future.exception(PATIENCE), OverloadedError), "who waits for it would wait forever"
     wait_until_gone(pid)
     wait_until_gone(child)
     mine.trials.start()
     assert mine.trials.pid in (None, pid), "nothing starts any more"
+
+
+def test_what_fails_before_the_first_form_is_told_and_forms_compile(
+    mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module, "LARGE_VOCABULARY", VOCAB_SIZE)
+        patch.setattr(compiler_module, "new_tokens", fail)
+        patch.setattr(mine.trials, "start", fail)
+        mine.warm_up()
+        wait_until(lambda: len(caplog.records) == NUM_THREADS)
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result(PATIENCE)
 
 
 def test_a_panic_is_an_error_of_one_grammar(mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

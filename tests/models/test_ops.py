@@ -19,7 +19,13 @@ def test_heads_in_16_bits_on_a_cpu(equation: str) -> None:
     def multiply(x: jax.Array, matrices: list[jax.Array], index: jax.Array) -> jax.Array:
         return project_heads(equation, x, OneOf(tuple(matrices), index))
 
-    y = jax.jit(multiply, compiler_options=COMPILER_OPTIONS["cpu"])(x, matrices, jnp.int32(1))
+    compiled = jax.jit(multiply, compiler_options=COMPILER_OPTIONS["cpu"])
+    products = [line for line in compiled.lower(x, matrices, 1).as_text().splitlines() if "dot_general" in line]
+    # In float32 a copy of all matrices would be made in each step, and most CPUs would multiply slowly in this order.
+    assert products and all(
+        f": (tensor<{'x'.join(map(str, x.shape))}xbf16>, tensor<4x32x64xbf16>)" in line for line in products
+    )
+    y = compiled(x, matrices, jnp.int32(1))
     expected = np.einsum(equation, np.asarray(x, np.float64), np.asarray(matrices[1][:, 0], np.float64))
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=0.06, rtol=2**-7)
 

@@ -118,12 +118,18 @@ def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "group", "scale_dtype"), [(UINT4, 32, "bfloat16"), (INT8, None, "float32"), (FLOAT4, 32, "float8_e8m0fnu")]
+    ("code", "group", "scale_dtype", "size", "dtype"),
+    [
+        (UINT4, 128, "bfloat16", 256, "bfloat16"),
+        (INT8, None, "float32", 140, "bfloat16"),
+        (FLOAT4, 32, "float8_e8m0fnu", 96, "float32"),
+    ],
 )
-def test_a_matrix_is_rounded_as_elsewhere(code: Code, group: int | None, scale_dtype: str) -> None:
+def test_a_matrix_is_rounded_as_elsewhere(
+    code: Code, group: int | None, scale_dtype: str, size: int, dtype: str
+) -> None:
     groups = ScaledGroups(code, group, scale_dtype)
-    size = 96 if group else 140
-    decl = ParamDecl((2, 24, size), (None, "ffn", "embed"), storage="matrix")
+    decl = ParamDecl((3, 24, size), (None, "ffn", "embed"), storage="matrix")
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=decl.shape), jnp.float32)
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -133,14 +139,20 @@ def test_a_matrix_is_rounded_as_elsewhere(code: Code, group: int | None, scale_d
         name: (part.shape, part.dtype_in("float32")) for name, part in form.declare(decl).items()
     }
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, size)), jnp.float32)
-    expected = jax.jit(lambda x, arrays: groups.product(x, arrays, None))(x, theirs)
-    # The same as the second layer of a stack, and as two experts, of which one has no rows.
+    product = jax.jit(lambda x, arrays: groups.product(x, arrays, None))
+    # The same as the second layer of a stack, and as three experts, of which one has no rows. In bfloat16 with groups
+    # of 128, rows are multiplied by numbers alone, and the sums are scaled.
     stack = {name: jnp.stack([jnp.zeros_like(array), array]) for name, array in ours.items()}
     in_stack = jax.jit(lambda x, number: project(x, InStack(Matrix(form, stack), number)))
-    np.testing.assert_allclose(in_stack(x, jnp.int32(1)), expected, rtol=2e-5, atol=2e-5)
-    starts = jnp.array([0, 5, 5], jnp.int32)
-    one = jax.jit(lambda x, starts: form.grouped_product(x, Experts([ours]), starts))(x, starts)
-    np.testing.assert_allclose(one, expected[:, 0], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(in_stack(x, jnp.int32(1)), product(x, theirs), rtol=2e-5, atol=2e-5)
+    starts, of_experts = jnp.array([0, 2, 2, 5], jnp.int32), x.astype(dtype)
+    found = jax.jit(lambda x, starts: form.grouped_product(x, Experts([ours]), starts))(of_experts, starts)
+    by_all = product(of_experts.astype(jnp.float32), theirs)
+    expected = jnp.concatenate([by_all[:2, 0], by_all[2:, 2]])
+    assert found.dtype == dtype
+    # A result in bfloat16 is rounded once, by half of its last bit.
+    rounding = 2.0**-8 if dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=rounding, atol=2e-5)
 
 
 def test_is_chosen_for_tpus_where_groups_are_whole_registers() -> None:

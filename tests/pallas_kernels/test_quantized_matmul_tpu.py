@@ -11,7 +11,8 @@ import pytest
 from pallas_kernels.chips import CHIPS, TpuChip
 from pallas_kernels.quantized_matmul import tpu
 from pallas_kernels.quantized_matmul.cases import CASES, QuantizedCase
-from pallas_kernels.quantized_matmul.tpu_words import in_words
+from pallas_kernels.quantized_matmul.code import E4M3, E5M2, Code
+from pallas_kernels.quantized_matmul.tpu_words import floats_of, in_words
 from tests.pallas_kernels.test_quantized_matmul import Stored, assert_near, rows
 
 TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
@@ -62,7 +63,7 @@ class Way:
         return "-".join((self.case.name, self.dtype, self.chip))
 
 
-INT4, INT4_OF_32, INT4_ZEROS, _, INT8_ZEROS, FP8, _, MXFP4, _ = CASES
+INT4, INT4_OF_32, INT4_ZEROS, INT8, INT8_ZEROS, FP8, FP8_E5M2, MXFP4, _ = CASES
 WAYS = [Way(case) for case in CASES] + [
     Way(replace(INT4, name="int4-long", size_in=2432), chip="v5e"),
     Way(INT4, chip="v7x"),
@@ -72,6 +73,10 @@ WAYS = [Way(case) for case in CASES] + [
     Way(INT8_ZEROS, chip="v5e"),
     Way(replace(FP8, name="fp8-many", num_rows=65), chip="v5p"),
     Way(replace(MXFP4, name="mxfp4-few", num_rows=5, size_in=128), chip="v5p"),
+    # With groups of 128, few rows are multiplied by numbers alone, and sums are scaled: each kind of eight bits.
+    Way(replace(INT8, name="int8-few", group=128, num_rows=20, size_in=256), chip="v5e"),
+    Way(replace(INT8_ZEROS, name="int8-zeros-few", group=128, size_in=256)),
+    Way(replace(FP8_E5M2, name="e5m2-few", group=128, size_in=256)),
 ]
 
 
@@ -92,3 +97,16 @@ def test_equals_numpy(way: Way) -> None:
 
     result = run(wide, jnp.int32(FIRST))[:, 0, : case.size_out]
     assert_near(result, x.astype(dtype), stored.matrices[FIRST])
+
+
+@pytest.mark.parametrize(
+    ("code", "chip", "no_number"),
+    [(E4M3, "v5e", 480), (E4M3, "v5p", 480), (E4M3, "v6e", 480), (E4M3, "v7x", np.nan), (E5M2, "v6e", np.nan)],
+)
+def test_every_code_of_a_float_of_eight_bits(code: Code, chip: str, no_number: float) -> None:
+    decoding = floats_of(code, TPUS[chip])
+    assert decoding is not None
+    bits = in_words(code, np.arange(256, dtype=np.uint8)).view(np.uint8)
+    numbers = bits.view(jnp.dtype(decoding.dtype)).astype(np.float32) * decoding.factor
+    expected = np.where(np.isnan(code.table), np.copysign(no_number, code.table), code.table)
+    np.testing.assert_array_equal(numbers, expected)

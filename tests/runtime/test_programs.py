@@ -55,8 +55,7 @@ def compiler() -> Iterator[Compiler]:
 
 
 def test_serves_from_the_first_and_then_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
-    programs, later = Programs(LADDER, compiler), threading.Event()
-    programs.then(later.set)
+    programs = Programs(LADDER, compiler)
     assert compiler.asked[0] == FIRST == Bucket(8, 4)
     assert programs.room == StepRoom(8, 4) and programs.largest is None
     for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [5])):
@@ -69,10 +68,8 @@ def test_serves_from_the_first_and_then_the_largest_while_the_rest_compiles(comp
     assert compiler.asked[1] == LARGEST
     assert programs.room is None and programs.largest is not None
     assert programs.choose(make_plan(3, [29])) == LARGEST and programs.choose(make_plan(3, [5])) == FIRST
-    assert not later.is_set()
     compiler.compile(len(LADDER.buckets))
     programs.wait()
-    assert later.wait(PATIENCE)
     assert programs.num_compiled == len(LADDER.buckets)
     mixed = [(bucket.num_tokens, bucket.num_rows) for bucket in LADDER.buckets if not bucket.is_decode]
     assert sorted(programs.mixed_sizes) == sorted(mixed)
@@ -181,8 +178,7 @@ def test_compiling_yields_to_steps_where_there_are_any(compiler: Compiler, yield
 
 
 def test_close_stops_after_the_bucket_at_hand(compiler: Compiler) -> None:
-    programs, later = Programs(LADDER, compiler), threading.Event()
-    programs.then(later.set)
+    programs = Programs(LADDER, compiler)
     compiler.wait_until_asked(2)
     closer = threading.Thread(target=programs.close)
     closer.start()
@@ -193,7 +189,6 @@ def test_close_stops_after_the_bucket_at_hand(compiler: Compiler) -> None:
     assert not closer.is_alive()
     assert len(compiler.asked) == 2
     programs.close()  # again does no harm
-    assert not later.wait(0.05)
 
 
 def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCaptureFixture) -> None:

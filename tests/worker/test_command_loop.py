@@ -46,6 +46,9 @@ class Socket:
             raise zmq.Again
         raise EOFError
 
+    def poll(self, milliseconds: int) -> bool:
+        return bool(self.commands)
+
     def send(self, data: bytes) -> None:
         self.said.append(wire.decode_report(data))
 
@@ -74,6 +77,7 @@ def engine(**methods: Any) -> Any:
         take_reports=list,
         outputs=SimpleNamespace(take_started=list),
         prepare=lambda request: None,
+        use_pause=lambda: None,
     )
     return SimpleNamespace(**base | methods)
 
@@ -117,6 +121,19 @@ def test_what_the_engine_is_made_of_is_not_collected_again_and_again(monkeypatch
     gc.freeze()
     [count] = frozen
     assert count > 10_000
+
+
+def test_an_engine_uses_its_first_pause_and_no_time_in_which_requests_run() -> None:
+    """What it builds there holds the GIL, so no request would get a token for a second."""
+    has_work, left = [True, True, False], list[int]()
+
+    def step() -> list[Any]:
+        loop.has_work = has_work.pop(0)
+        return []
+
+    loop = engine(has_work=True, step=step, use_pause=lambda: left.append(len(has_work)))
+    run(loop)
+    assert left == [0]
 
 
 def test_a_broken_step_is_told_and_the_engine_goes_on() -> None:

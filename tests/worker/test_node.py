@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
+from jaxvllm.cli import serve
 from jaxvllm.config import EngineConfig
 from jaxvllm.worker.data_parallel import open_pool
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
@@ -146,3 +147,24 @@ def test_replicas_that_share_experts_are_in_one_process() -> None:
     assert [one.config.mesh for one in apart] == ["2x1x2"] * 2
     with pytest.raises(NotImplementedError, match="share experts in one engine: leave data_parallel_size_local out"):
         open_pool(sharing, replace(two, data_parallel_size_local=1))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"data_parallel_backend": "mp"}, "data_parallel_backend mp is for replicas of one process each"),
+        ({"data_parallel_size_local": 1}, "leave data_parallel_size_local out"),
+    ],
+)
+def test_all_processes_of_one_engine_refuse_at_once(
+    option: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that joins the others first waits 300 s for process 0, which has ended."""
+    monkeypatch.setattr(serve, "_follow", lambda engine: 0)
+    options = {"mesh": "2x2", "enable_expert_parallel": True, "coordinator": "localhost:1", "num_processes": 2}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        open_pool(EngineConfig(**options, process_id=0), DataParallelConfig(**option))
+    [(name, value)] = option.items()
+    flags = "--mesh 2x2 --enable-expert-parallel --coordinator localhost:1 --num-processes 2 --process-id 1".split()
+    assert serve.main(["demo", *flags, f"--{name.replace('_', '-')}", str(value)]) == 2
+    assert message in capsys.readouterr().err
