@@ -29,6 +29,8 @@ from jaxvllm.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 2
+# The size of the stacks of new threads is one of the whole process, which may have several engines.
+_STACK_SIZE = threading.Lock()
 # From this many tokens on a tokenizer is built while no request runs, if there is such a time before the first request
 # asks: llguidance holds the GIL all the while, 0.9 s for 128k tokens, in which no step is planned.
 LARGE_VOCABULARY = 2**15
@@ -73,11 +75,14 @@ class GrammarCompiler:
     def warm_up(self) -> None:
         """Builds the tokenizer in the background, here and in the other process, if its vocabulary is large.
 
-        No step is planned meanwhile, so no request should run. Raises OverloadedError once closed.
+        No step is planned meanwhile, so no request should run. It is for later forms alone, so a failure is logged.
         """
         if self._vocab_size >= LARGE_VOCABULARY:
-            self._submit(self.trials.start)
-            self._submit(lambda: None if self._tokens else None)
+            try:
+                self._submit(self.trials.start)
+                self._submit(lambda: None if self._tokens else None)
+            except Exception:  # such as a system that lacks the memory of another thread
+                logger.exception("structured outputs are not prepared; the first form that needs them tries again")
 
     def compile(self, params: StructuredOutputsParams) -> Future[CompiledGrammar]:
         """Returns the grammar of `params`, as soon as it is compiled. Takes no time itself.
@@ -101,18 +106,27 @@ class GrammarCompiler:
         self.trials.close()
 
     def _submit(self, job: Callable[[], None]) -> None:
-        """Has one of the threads do `job`. Raises OverloadedError once closed."""
+        """Has one of the threads do `job`. Raises OverloadedError once closed, and where no thread can start."""
         with self._lock:  # to the end, or a job might come after the None that ends the threads
             if self._is_closed:
                 raise OverloadedError("structured_outputs: the engine is closed: build another")
             if self._num_threads < NUM_THREADS:
-                before = threading.stack_size(STACK_BYTES)
                 try:
-                    threading.Thread(target=self._work, name="jaxvllm-grammar", daemon=True).start()
-                finally:
-                    threading.stack_size(before)
-                self._num_threads += 1
+                    self._start_thread()
+                except Exception as error:
+                    if not self._num_threads:
+                        raise OverloadedError(f"structured_outputs: {error}: try again later") from error
+                    logger.exception("structured outputs go on with fewer threads")
             self._jobs.put(job)
+
+    def _start_thread(self) -> None:
+        with _STACK_SIZE:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=self._work, name="jaxvllm-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
+        self._num_threads += 1
 
     def _submit_for(
         self, params: StructuredOutputsParams, future: Future[CompiledGrammar], job: Callable[[], None]
@@ -166,6 +180,10 @@ class GrammarCompiler:
             case OverloadedError():
                 self.cache.forget(params, future)  # the next time may be better
                 future.set_exception(error)
+            case MemoryError() | OSError():
+                logger.error("the system lacks what a grammar needs", exc_info=error)
+                self.cache.forget(params, future)
+                future.set_exception(OverloadedError(f"structured_outputs: {one_line(str(error))}: try again later"))
             case ParameterError():
                 future.set_exception(ParameterError(f"structured_outputs: {error}", "structured_outputs"))
             case _:  # a panic of llguidance is a BaseException

@@ -65,7 +65,7 @@ class RequestConstraints:
         self._compiler.warm_up()
 
     def close(self) -> None:
-        """Ends the threads. Nothing may be prepared afterwards."""
+        """Ends the threads. What is prepared afterwards has an OverloadedError."""
         self._compiler.close()
 
     @cached_property

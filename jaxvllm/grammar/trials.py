@@ -68,7 +68,8 @@ class Trials:
                 process = self._running()
                 self._pending[number] = future
                 _write(process, line)
-            except OSError as error:  # no memory or no processes, which may pass, or the process has just ended
+            # No memory, processes or threads, which may pass, or the process has just ended.
+            except (OSError, MemoryError, RuntimeError) as error:
                 logger.error("the process that tries grammars does not work: %s", error)
                 self._pending.pop(number, None)
                 future.set_result(Trial("lost"))
@@ -86,7 +87,8 @@ class Trials:
         if self._is_closed:
             raise OSError("it is closed")
         if self._process is None:
-            self._process = subprocess.Popen(
+            settings = json.dumps(asdict(self._settings())).encode()
+            process = subprocess.Popen(
                 [sys.executable, "-m", "jaxvllm.grammar.trial_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -94,9 +96,15 @@ class Trials:
                 # An arena for each thread would take address space, which is limited.
                 env=os.environ | {"MALLOC_ARENA_MAX": "1"},
             )
-            threading.Thread(target=self._listen, args=(self._process,), name="jaxvllm-trials", daemon=True).start()
-            settings = json.dumps(asdict(self._settings())).encode()
-            _write(self._process, len(settings).to_bytes(SIZE_BYTES) + settings)
+            listener = threading.Thread(target=self._listen, args=(process,), name="jaxvllm-trials", daemon=True)
+            try:
+                _write(process, len(settings).to_bytes(SIZE_BYTES) + settings)
+                listener.start()
+            except BaseException:  # a process that is not told its settings would take a grammar for them
+                process.kill()
+                process.communicate()
+                raise
+            self._process = process
         return self._process
 
     def _listen(self, process: "subprocess.Popen[bytes]") -> None:

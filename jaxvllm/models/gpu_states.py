@@ -38,7 +38,7 @@ class GpuStatesPlan(NamedTuple):
 
     rows: RaggedRows
     tokens: "StatePlan"
-    chunks: "ChunkPlan | None"  # None: no row of the step has enough tokens, or chunks are not for such matrices
+    chunks: "ChunkPlan | None"  # None: the step has too few tokens, or chunks are not for such matrices
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax
 
         # For a result by row jnp.einsum makes the matrices the first operand of the product. YNNPACK takes no first
         # operand that is summed over its first dimension, and XLA:CPU of jax 0.11.2 cannot run what remains in bfloat16
-        # ("Unsupported element type for DotThunk"). In float32 two rows took 3.3 ms and not 0.13 (16 heads of 128x512).
+        # ("Unsupported element type for DotThunk"). Converted to float32, two rows took 3.3 ms and not 0.13 (16 heads
+        # of 128x512).
         of_heads = matrices.reshape(-1, *matrices.shape[2:])
         y = jax.lax.platform_dependent(x, of_heads, cpu=multiply_with_rows_first, default=multiply)
         return y.astype(x.dtype)

@@ -64,9 +64,9 @@ class DataParallelConfig:
             raise NotImplementedError(
                 "replicas on several hosts share experts in one engine: leave data_parallel_size_local out and start "
                 "the same command on each host with coordinator, num_processes and process_id, or give "
-                "data_parallel_backend mp, with which each replica has all experts"
+                "data_parallel_backend mp and no coordinator, with which each replica has all experts"
             )
-        return replace(engine, mesh=str(replace(engine.mesh_shape, data=self.num_replicas(engine))))
+        return replace(engine, mesh=str(replace(engine.mesh_shape, data=size)))
 
     def shares_experts(self, engine: EngineConfig) -> bool:
         """Returns whether replicas share experts, for which they are in one engine. Raises as `num_replicas` does."""

@@ -40,6 +40,7 @@ def test_all_of_it_on_a_cpu(results: Path, monkeypatch: pytest.MonkeyPatch, caps
         "prefill of 40",
         "decode step of 1 rows",
         "decode step of 4 rows",
+        "kernels of 6 steps of 4 rows, and of their prompts",
         "6 requests of 12 in and 4 out",
     ]
     assert engine["decode step of 4 rows"]["seconds"] > 0

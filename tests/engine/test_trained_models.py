@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from jaxvllm import LLM
 from jaxvllm.models.expert_router import ExpertRouter
+from pallas_kernels.backend import Backend
 from tests.engine.tiny import (
     GREEDY,
     Recomputation,
@@ -137,8 +138,8 @@ def test_on_two_devices_it_says_the_same(name: str, answers: list[list[int]]) ->
 def test_every_expert_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     choose, loads = ExpertRouter.choose, []
 
-    def spy(router: ExpertRouter, weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chosen, counts = choose(router, weights, x)
+    def spy(router: ExpertRouter, weights: Any, x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.Array]:
+        chosen, counts = choose(router, weights, x, backend)
         jax.debug.callback(lambda chosen: loads.append(np.bincount(chosen.ravel(), minlength=8)), chosen)
         return chosen, counts
 

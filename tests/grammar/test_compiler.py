@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -317,6 +318,28 @@ def test_what_fails_before_the_first_form_is_told_and_forms_compile(
         patch.setattr(mine.trials, "start", fail)
         mine.warm_up()
         wait_until(lambda: len(caplog.records) == NUM_THREADS)
+    assert mine.compile(StructuredOutputsParams(choice=("x",))).result(PATIENCE)
+
+
+@pytest.mark.parametrize("name", ["jaxvllm-grammar", "jaxvllm-trials"])
+def test_a_thread_that_cannot_start_is_asked_for_again(
+    mine: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(compiler_module, "LARGE_VOCABULARY", VOCAB_SIZE)
+        mine.warm_up()  # raises nothing
+        wait_until(lambda: "can't start new thread" in caplog.text)
+        error = mine.compile(StructuredOutputsParams(choice=("x",))).exception(PATIENCE)
+        assert isinstance(error, OverloadedError)
+    assert mine.trials.pid is None  # what was not told the tokenizer is gone
     assert mine.compile(StructuredOutputsParams(choice=("x",))).result(PATIENCE)
 
 

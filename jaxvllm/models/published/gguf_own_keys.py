@@ -382,6 +382,7 @@ def _kinds(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns which layers have a window: every fourth has none, if the file does not say otherwise."""
     pattern = values.get("attention.sliding_window_pattern", 4)
     if isinstance(pattern, list):
-        slide = _of_layers(values, "attention.sliding_window_pattern")
+        num_layers = values["block_count"] - values.get("nextn_predict_layers", 0)
+        slide = _of_layers(values, "attention.sliding_window_pattern")[:num_layers]
         return {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in slide]}
     return {"sliding_window_pattern": pattern}
