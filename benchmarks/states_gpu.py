@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks.result_files import machine, write_record
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
-from jaxvllm.models.gpu_states import GpuStates, GpuStatesPlan
+from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.mamba import PACE, ChannelScan
 from jaxvllm.models.recurrence import CHANNELS, SKIP, RecurrentRule
 from jaxvllm.models.short_conv import WindowAlone
@@ -42,7 +42,7 @@ from jaxvllm.planner.hlo import HloInstruction, array_bytes, parse_hlo
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.deviceless import compile_only_devices
-from pallas_kernels.linear_attention.gpu import FEW_TOKENS, plan_states
+from pallas_kernels.linear_attention.gpu import FEW_TOKENS
 from pallas_kernels.linear_attention.gpu.factors import CHUNK
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.mesh import MeshShape
@@ -314,12 +314,10 @@ def compile_step(layer: CountedLayer, step: StateStep, backend: Backend, mesh: A
             return memory.advance(pages, place, Columns(rows, PAGE_SIZE), weights, tokens)
         kernel = state_kernel(memory, backend)
         assert kernel is not None
-        plan = kernel.plan(rows, PAGE_SIZE)
-        if way == "chunks" and isinstance(kernel, GpuStates):
-            plan = kernel.chunk_plan(rows, PAGE_SIZE)
-        if way == "tokens" and isinstance(plan, GpuStatesPlan):
-            plan = GpuStatesPlan(rows, plan_states(rows, PAGE_SIZE), None)
-        return kernel(pages, place, plan, weights, tokens)
+        make_plan = kernel.plan
+        if isinstance(kernel, GpuStates):
+            make_plan = kernel.chunk_plan if way == "chunks" else kernel.token_plan
+        return kernel(pages, place, make_plan(rows, PAGE_SIZE), weights, tokens)
 
     i32 = jnp.int32
     pages = memory.pages(LAYERS, NUM_PAGES, PAGE_SIZE, jnp.bfloat16, backend)

@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxvllm.bench.kernels.ceilings import Chain
 from jaxvllm.bench.kernels.device import cache_bytes
 from jaxvllm.bench.kernels.timing import time_calls
 from jaxvllm.models.causal_conv import CausalConv
 from jaxvllm.models.gated_delta import GatedDelta
-from jaxvllm.models.gpu_states import GpuStates, GpuStatesPlan
+from jaxvllm.models.gpu_states import GpuStates
 from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
@@ -32,7 +33,6 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import gpu as grouped
-from pallas_kernels.linear_attention.gpu import plan_states
 from pallas_kernels.quantized_matmul import cases as quantized_cases
 from pallas_kernels.quantized_matmul import gpu as quantized
 from pallas_kernels.quantized_matmul.gpu_tiles import choose_tiles
@@ -70,17 +70,6 @@ def seconds_a_layer(layer: Callable[..., jax.Array], layers: int, *arrays: Any) 
 
     options = COMPILER_OPTIONS[jax.default_backend()]
     return time_calls(partial(jax.jit(run, compiler_options=options), *arrays), layers).median
-
-
-class InPlace:
-    """A function that every call applies to the array of the call before, in place."""
-
-    def __init__(self, step: Callable[..., jax.Array], array: jax.Array, *others: Any) -> None:
-        self.step, self.array, self.others = jax.jit(step, donate_argnums=0), array, others
-
-    def __call__(self) -> jax.Array:
-        self.array = self.step(self.array, *self.others)
-        return self.array
 
 
 def error_of(result: jax.Array, expected: jax.Array) -> float:
@@ -264,10 +253,8 @@ def states(pattern: str = ".") -> Facts:
             rows = RaggedRows.build(table, starts, lens, num_tokens)
             if way == "XLA":
                 return memory.advance(pages, place, Columns(rows, STATE_PAGE), weights, tokens)
-            by_tokens = GpuStatesPlan(rows, plan_states(rows, STATE_PAGE), None)
-            return kernel(
-                pages, place, by_tokens if way == "tokens" else kernel.chunk_plan(rows, STATE_PAGE), weights, tokens
-            )
+            make_plan = kernel.token_plan if way == "tokens" else kernel.chunk_plan
+            return kernel(pages, place, make_plan(rows, STATE_PAGE), weights, tokens)
 
         found: dict[str, Any] = {}
         expected = None
@@ -289,9 +276,8 @@ def states(pattern: str = ".") -> Facts:
 
                 return lax.scan(one, pages, jnp.arange(STATE_LAYERS, dtype=jnp.int32))[0]
 
-            found[f"seconds of {way}"] = time_calls(
-                InPlace(all_layers, pages + 0, weights, tokens), STATE_LAYERS
-            ).median
+            in_place = partial(jax.jit(all_layers, donate_argnums=0), weights=weights, tokens=tokens)
+            found[f"seconds of {way}"] = time_calls(Chain(in_place, pages + 0), STATE_LAYERS).median
         state_bytes = memory.page_bytes(STATE_PAGE, jnp.bfloat16)
         return found | {"least_bytes": num_rows * (1 + max(1, each // STATE_PAGE)) * state_bytes}
 

@@ -91,11 +91,15 @@ class GpuStates:
 
     def plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
         """Makes what all layers of a step share."""
+        if rows.decode_only or len(rows.token_rows) < CHUNKED_STEP or self.chunk_unit is None:
+            return self.token_plan(rows, page_size)
+        return self.chunk_plan(rows, page_size)
+
+    def token_plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
+        """Makes the plan by which all rows go token by token."""
         from pallas_kernels.linear_attention.gpu import plan_states
 
-        if rows.decode_only or len(rows.token_rows) < CHUNKED_STEP or self.chunk_unit is None:
-            return GpuStatesPlan(rows, plan_states(rows, page_size), None)
-        return self.chunk_plan(rows, page_size)
+        return GpuStatesPlan(rows, plan_states(rows, page_size), None)
 
     def chunk_plan(self, rows: RaggedRows, page_size: int) -> GpuStatesPlan:
         """Makes the plan by which rows of more than a few tokens go by chunks, where `chunk_unit` is one."""

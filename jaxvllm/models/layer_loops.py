@@ -164,10 +164,12 @@ class _Vectors:
 
     widths: Mapping[str, int]  # in this order
     stack: jax.Array
+    places: np.ndarray  # of the layers of a run in the stack, i32[turns, length]
 
     @classmethod
-    def of(cls, stacks: Mapping[str, jax.Array]) -> Self:
-        return cls({name: stack.shape[1] for name, stack in stacks.items()}, jnp.concatenate([*stacks.values()], 1))
+    def of(cls, stacks: Mapping[str, jax.Array], places: np.ndarray) -> Self:
+        widths = {name: stack.shape[1] for name, stack in stacks.items()}
+        return cls(widths, jnp.concatenate([*stacks.values()], 1), places)
 
     def parted(self, own: jax.Array) -> Params:
         """Returns the vectors of the layer that has these numbers."""
@@ -229,22 +231,21 @@ class _Run:
         }
 
     @cached_property
-    def vectors(self) -> tuple[tuple[_Vectors, np.ndarray], ...]:
-        """The stacks of vectors that can be joined, with the places of these layers in them, as `stacks` says."""
+    def vectors(self) -> tuple[_Vectors, ...]:
+        """The stacks of vectors that can be joined: of one type and length, with these layers at the same places."""
         if not self.is_stacked:
             return ()
         alike: dict[Any, dict[str, jax.Array]] = {}
         for name, (stack, where) in self.stacks.items():
             if not isinstance(stack, Matrix) and stack.ndim == 2:
                 alike.setdefault((stack.dtype, len(stack), where.tobytes()), {})[name] = stack
-        return tuple(
-            (_Vectors.of(stacks), self.stacks[next(iter(stacks))][1]) for stacks in alike.values() if len(stacks) > 1
-        )
+        joined = (stacks for stacks in alike.values() if len(stacks) > 1)
+        return tuple(_Vectors.of(stacks, self.stacks[next(iter(stacks))][1]) for stacks in joined)
 
     def scan[Carry](self, step: LayerStep[Carry], carry: Carry) -> Carry:
         """Applies `step` to all layers of a loop that has one turn."""
         first = int(self.numbers[0, 0])
-        joined = {name for vectors, _ in self.vectors for name in vectors.widths}
+        joined = {name for vectors in self.vectors for name in vectors.widths}
         # A stack of exactly these layers is scanned. A part of a larger stack would be copied first.
         scanned = {
             name: stack
@@ -282,8 +283,8 @@ class _Run:
     def _weights(self, turn: Scalar, i: Scalar, slices: Params) -> Params:
         """Returns the arrays of a layer. `slices` are those that a scan has sliced already."""
         weights: Params = {name: OneOf(of, turn * self.length + i) for name, of in self.matrices.items()}
-        for vectors, where in self.vectors:
-            weights |= vectors.parted(item_of(vectors.stack, index=_computed(where, turn, i)))
+        for vectors in self.vectors:
+            weights |= vectors.parted(item_of(vectors.stack, index=_computed(vectors.places, turn, i)))
         for name, (stack, where) in self.stacks.items():
             if name in weights:
                 continue

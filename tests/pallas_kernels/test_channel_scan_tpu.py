@@ -1,6 +1,5 @@
 """The first Mamba and short convolutions for TPUs, interpreted, against float64, token by token."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,16 +10,15 @@ import pytest
 from pallas_kernels.chips import CHIPS, TpuChip
 from pallas_kernels.linear_attention import plan_visits, tpu
 from pallas_kernels.linear_attention.cases import CHANNEL_CASES, CHANNEL_SERVING, WINDOW_SERVING, ChannelCase
-from tests.pallas_kernels.state_steps import PLACE, no_races, random_pages, taken_in, with_padding
+from tests.pallas_kernels.channel_steps import ByHand, scan_step, window_step
+from tests.pallas_kernels.state_steps import PLACE, no_races, random_pages, taken_in
 
 __all__ = ["no_races"]
 
 TPUS = {name: chip for name, chip in CHIPS.items() if isinstance(chip, TpuChip)}
 
 
-def check(
-    case: ChannelCase, chip: TpuChip, tokens: Any, take: Any, by_hand: Callable[..., np.ndarray], conv: int
-) -> None:
+def check(case: ChannelCase, chip: TpuChip, tokens: Any, take: Any, by_hand: ByHand, conv: int) -> None:
     """Compares what `take` reads and leaves with `by_hand`, which lets a state [size, C] take in a token of a head."""
     random, used = np.random.default_rng(1), case.num_channels * case.size
     table, pages = random_pages(case, (case.num_heads, case.page_rows, 128), used, random)
@@ -44,20 +42,7 @@ def check(
     ("case", "dtype", "chip"), [(CHANNEL_CASES[0], "bfloat16", "v5p"), (CHANNEL_CASES[1], "float32", "v6e")]
 )
 def test_the_first_mamba_equals_float64(case: ChannelCase, dtype: str, chip: str) -> None:
-    random, (T, K, C, S) = np.random.default_rng(0), (case.num_tokens, case.num_heads, case.num_channels, case.size)
-    x, dt = random.normal(size=(T, K, C)), random.exponential(size=(T, K, C))
-    b, c = (np.repeat(random.normal(size=(T, 1, S)), K, axis=1).astype(np.float32) for _ in range(2))
-    pace, skip = -random.exponential(size=(K, S, C)), random.normal(size=(K, C))
-    tokens = tpu.ChannelTokens(
-        *(of.astype(np.float32) for of in (pace, skip)), with_padding(case, x, dtype), dt.astype(np.float32), b, c
-    )
-
-    def by_hand(state: np.ndarray, token: int, head: int) -> np.ndarray:
-        x, dt, b, c = (of[token, head].astype(np.float64) for of in tokens[2:])
-        state *= np.exp(dt * tokens.pace[head])
-        state += dt * x * b[:, None]
-        return c @ state + tokens.skip[head] * x
-
+    tokens, by_hand = scan_step(case, dtype)
     check(case, TPUS[chip], tokens, tpu.channel_scan, by_hand, 1)
 
 
@@ -65,16 +50,8 @@ def test_the_first_mamba_equals_float64(case: ChannelCase, dtype: str, chip: str
     ("case", "dtype", "chip"), [(CHANNEL_CASES[0], "float32", "v7x"), (CHANNEL_CASES[1], "bfloat16", "v5p")]
 )
 def test_short_convolutions_equal_float64(case: ChannelCase, dtype: str, chip: str) -> None:
-    random, (K, C) = np.random.default_rng(0), (case.num_heads, case.num_channels)
-    taps, bias = random.normal(size=(K, case.size + 1, C)), random.normal(size=(K, C))
-    channels = with_padding(case, random.normal(size=(case.num_tokens, K, C)), dtype)
-    tokens, has_activation = tpu.WindowTokens(taps.astype(np.float32), bias.astype(np.float32), channels), chip == "v5p"
-
-    def by_hand(state: np.ndarray, token: int, head: int) -> np.ndarray:
-        seen = np.concatenate([state, tokens.channels[token, head].astype(np.float64)[None]])
-        state[:] = seen[1:]
-        mixed = np.sum(seen * tokens.taps[head], axis=0) + tokens.bias[head]
-        return mixed / (1 + np.exp(-mixed)) if has_activation else mixed
+    has_activation = chip == "v5p"
+    tokens, by_hand = window_step(case, dtype, has_activation)
 
     def take(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
         return tpu.short_convolution(*args, has_activation=has_activation, **options)

@@ -1,6 +1,5 @@
 """The first Mamba and short convolutions for GPUs, interpreted, against float64, token by token."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +11,16 @@ import pytest
 from pallas_kernels.linear_attention import gpu
 from pallas_kernels.linear_attention.cases import CHANNEL_CASES, ChannelCase
 from pallas_kernels.ragged_paged_attention import RaggedRows
+from tests.pallas_kernels.channel_steps import ByHand, scan_step, window_step
 from tests.pallas_kernels.gpu_here import INTERPRETED
-from tests.pallas_kernels.state_steps import PLACE, no_races, random_pages, taken_in, with_padding
+from tests.pallas_kernels.state_steps import PLACE, no_races, random_pages, taken_in
 
 __all__ = ["no_races"]
 
 DECODE, MIXED = CHANNEL_CASES
 
 
-def check(case: ChannelCase, tokens: Any, take: Any, by_hand: Callable[..., np.ndarray]) -> None:
+def check(case: ChannelCase, tokens: Any, take: Any, by_hand: ByHand) -> None:
     """Compares what `take` reads and leaves with `by_hand`, which lets a state [size, C] take in a token of a head."""
     random, used = np.random.default_rng(1), case.num_channels * case.size
     table, pages = random_pages(case, (case.num_heads, case.page_rows, 128), used, random)
@@ -48,22 +48,10 @@ def check(case: ChannelCase, tokens: Any, take: Any, by_hand: Callable[..., np.n
     ids=str,
 )
 def test_the_first_mamba_equals_float64(case: ChannelCase, dtype: str) -> None:
-    random, (T, K, C, S) = np.random.default_rng(0), (case.num_tokens, case.num_heads, case.num_channels, case.size)
-    x, dt = random.normal(size=(T, K, C)), random.exponential(size=(T, K, C))
-    b, c = (np.repeat(random.normal(size=(T, 1, S)), K, axis=1).astype(np.float32) for _ in range(2))
-    pace, skip = -random.exponential(size=(K, S, C)), random.normal(size=(K, C))
-    tokens = gpu.ChannelTokens(
-        *(of.astype(np.float32) for of in (pace, skip)), with_padding(case, x, dtype), dt.astype(np.float32), b, c
-    )
-
-    def by_hand(state: np.ndarray, token: int, head: int) -> np.ndarray:
-        x, dt, b, c = (of[token, head].astype(np.float64) for of in tokens[2:])
-        state *= np.exp(dt * tokens.pace[head])
-        state += dt * x * b[:, None]
-        return c @ state + tokens.skip[head] * x
+    tokens, by_hand = scan_step(case, dtype)
 
     def take(pages: jax.Array, place: jax.Array, rows: RaggedRows, tokens: gpu.ChannelTokens) -> Any:
-        tile = gpu.choose_channels(S, C)
+        tile = gpu.choose_channels(case.size, case.num_channels)
         assert tile is not None
         plan = gpu.plan_states(rows, case.page_size)
         return gpu.scan_channels(pages, place, plan, tokens, tile=tile, interpret=INTERPRETED)
@@ -81,17 +69,8 @@ TINY_PAGES = ChannelCase("pages-of-a-token", 1, 128, 3, ((2, 5), (0, 4)), 10, pa
     ids=str,
 )
 def test_short_convolutions_equal_float64(case: ChannelCase, dtype: str) -> None:
-    random, (K, C) = np.random.default_rng(0), (case.num_heads, case.num_channels)
-    taps, bias = random.normal(size=(K, case.size + 1, C)), random.normal(size=(K, C))
-    channels = with_padding(case, random.normal(size=(case.num_tokens, K, C)), dtype)
-    tokens = gpu.WindowTokens(taps.astype(np.float32), bias.astype(np.float32), channels)
     has_activation = dtype == "bfloat16"
-
-    def by_hand(state: np.ndarray, token: int, head: int) -> np.ndarray:
-        seen = np.concatenate([state, tokens.channels[token, head].astype(np.float64)[None]])
-        state[:] = seen[1:]
-        mixed = np.sum(seen * tokens.taps[head], axis=0) + tokens.bias[head]
-        return mixed / (1 + np.exp(-mixed)) if has_activation else mixed
+    tokens, by_hand = window_step(case, dtype, has_activation)
 
     def take(pages: jax.Array, place: jax.Array, rows: RaggedRows, tokens: gpu.WindowTokens) -> Any:
         plan = gpu.plan_windows(rows, case.page_size, case.size + 1)

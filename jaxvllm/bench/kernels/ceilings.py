@@ -39,8 +39,8 @@ def measure_ceilings(device: jax.Device, dtype: jnp.dtype) -> Ceilings:
     return Ceilings(copy=_copy_bandwidth(device), matmul=_matmul_rate(device, dtype))
 
 
-class _Chain:
-    """A jitted function that every call applies to its own output."""
+class Chain:
+    """A jitted function that every call applies to what the call before returned."""
 
     def __init__(self, step: Callable[[jax.Array], jax.Array], start: jax.Array) -> None:
         self.step, self.array = step, start
@@ -57,7 +57,7 @@ def _copy_bandwidth(device: jax.Device) -> float:
     # The runtime's own copy, and a kernel of XLA's that reads and writes in place: the faster one is the ceiling. On a
     # CPU that is the second, by ten times: the memory of a new array must be handed out first, page by page.
     steps = (jax.jit(jnp.copy), jax.jit(jnp.negative, donate_argnums=0))
-    return max(2 * nbytes / time_calls(_Chain(step, x), 1).median for step in steps)
+    return max(2 * nbytes / time_calls(Chain(step, x), 1).median for step in steps)
 
 
 def _matmul_rate(device: jax.Device, dtype: jnp.dtype) -> float:
@@ -67,4 +67,4 @@ def _matmul_rate(device: jax.Device, dtype: jnp.dtype) -> float:
     # The variance is 1 / size, so that a chain of products neither grows nor fades.
     weight = (jax.random.normal(keys[1], (size, size), jnp.float32) * size**-0.5).astype(dtype)
     multiply = jax.jit(jnp.matmul)
-    return 2 * size**3 / time_calls(_Chain(lambda x: multiply(x, weight), x), 1).median
+    return 2 * size**3 / time_calls(Chain(lambda x: multiply(x, weight), x), 1).median
