@@ -84,9 +84,19 @@ class CpuChip:
         return (2, 1) if self.lanes == 8 else (6, 4, 2, 1)
 
     @property
+    def panel_columns(self) -> int:
+        """The outputs of a panel (`packed_matmul.panels`): four vectors, or two where there are 16 registers (AVX2)."""
+        return 16 if self.lanes == 8 else 4 * self.lanes
+
+    @property
     def has_bf16_dot(self) -> bool:
         """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
         return "+avx512bf16" in self.features.split(",")
+
+    @property
+    def has_byte_dot(self) -> bool:
+        """Whether it multiplies unsigned by signed bytes and adds four products up in int32, in whole vectors."""
+        return "+avx512vnni" in self.features.split(",")
 
 
 Chip = TpuChip | GpuChip
