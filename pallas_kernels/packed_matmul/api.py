@@ -1,12 +1,15 @@
 """The API of products with packed matrices: checks arguments and calls the kernels."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
@@ -54,6 +57,33 @@ def packed_matmul(
     out = jax.ShapeDtypeStruct((len(x), width), out_dtype)
     result: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *groups, *flat)
     return result
+
+
+def pack_into(memory: NDArray[Any], matrix: NDArray[Any], chip: CpuChip) -> None:
+    """Writes a matrix [.., out, in] into `memory`, in the panels in which `chip`, this machine's, reads its dtype.
+
+    The memory begins at a multiple of 64 bytes. It is NumPy's, whose large arrays have large pages, and XLA's results
+    have small ones: with those, 25 MB in float32 took 12 ms, of which 8 were for the pages (Zen 4).
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    shared = jax.device_put(memory, device)
+    if shared.unsafe_buffer_pointer() != memory.ctypes.data:
+        raise ValueError("panels need memory that begins at a multiple of 64 bytes, which XLA uses without a copy")
+    *others, outs, ins = matrix.shape
+    rows = matrix.reshape(prod(others), outs, ins)
+    if missing := -ins % Panels.of(chip, matrix.dtype).depth:
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, missing)))
+    _written(jax.device_put(rows, device), shared, chip).block_until_ready()
+
+
+@partial(jax.jit, static_argnums=2)
+def _written(rows: jax.Array, memory: jax.Array, chip: CpuChip) -> jax.Array:
+    """Returns a number when the memory, which is an argument, has the rows in panels."""
+    # Imported here: only where it runs must llvmlite be installed.
+    from pallas_kernels.packed_matmul.packing import pack_words
+
+    done: jax.Array = Handler(pack_words, (rows.dtype.name,), chip)(jax.ShapeDtypeStruct((), jnp.int32), rows, memory)
+    return done
 
 
 def _check(

@@ -60,7 +60,7 @@ class _Product:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _PanelRows:
     """Rows `begin` to `end` of x [.., K] times some panels."""
 
     x: Value
@@ -101,14 +101,14 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
         N = width // matrices
         column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
         with t.loop(begin, end, ROWS) as first:
-            some = _Item(x, first, t.min(first + ROWS, end), K, panels, sums)
+            some = _PanelRows(x, first, t.min(first + ROWS, end), K, panels, sums)
             _add_up(t, product.tiles, tiles, some)
             _finish(t, product, some, y + (first * width + column) * SIZE_OF[product.out_dtype], width, count)
 
     parallel_loop(e, frame, groups * matrices * num_panels * blocks, captured, item)
 
 
-def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _Item) -> None:
+def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _PanelRows) -> None:
     """Emits the sums of an item."""
     columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
     count, stride = item.end - item.begin, item.K * size
@@ -125,7 +125,7 @@ def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _
                 t.call(functions[rows], of_x, stride, panel + k * (columns * size), of_sums, inputs)
 
 
-def _finish(t: Emitter, product: _Product, item: _Item, y: Value, width: Value, count: Value) -> None:
+def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Value, count: Value) -> None:
     """Emits the first `count` outputs of each row of an item at `y`, in rows of `width` outputs."""
     columns, size = product.tiles.panels.columns, SIZE_OF[product.out_dtype]
     with t.loop(0, item.end - item.begin) as row:

@@ -1,37 +1,27 @@
-"""Packs matrices by a kernel: XLA and NumPy turn words round one at a time, which takes longer than to read a file."""
+"""The kernel that packs matrices. An item of work is a panel, whose rows it turns round in registers.
+
+NumPy turns words round one at a time: 25 MB took it 21 ms, and the kernel 5 in float32 and 1.3 in bfloat16 (Zen 4).
+"""
 
 from collections.abc import Sequence
-from math import prod
 
-import jax
-import jax.numpy as jnp
-
-from pallas_kernels.chips import CpuChip
-from pallas_kernels.cpu.emit import Emitter
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
-from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import first_lanes, transposed
-from pallas_kernels.packed_matmul.panels import WORD, Panels
+from pallas_kernels.packed_matmul.panels import WORD
 
 
-def pack(matrix: jax.Array, chip: CpuChip) -> jax.Array:
-    """Returns a matrix [.., out, in] in the panels in which `chip` reads its dtype: a new array, `Panels.packed`."""
-    panels = Panels.of(chip, matrix.dtype)
-    *others, outs, ins = matrix.shape
-    if missing := -ins % panels.depth:
-        matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, missing)])
-    out = jax.ShapeDtypeStruct((prod(others), *panels.shape(outs, ins)), matrix.dtype)
-    handler = Handler(pack_words, (str(panels.depth),), chip)
-    result: jax.Array = handler(out, matrix.reshape(prod(others), outs, ins + missing))
-    return result.reshape(panels.shape(*matrix.shape))
+def pack_words(e: Emitter, frame: Frame, dtype: str) -> None:
+    """Emits the panels [.., panels(N), ..] of matrices [A, N, K], whose rows are whole words.
 
-
-def pack_words(e: Emitter, frame: Frame, depth: str) -> None:
-    """Emits panels [A, panels(N), K, columns] of a matrix [A, N, K], both of words of `depth` elements."""
-    matrix, packed = frame.argument(0), frame.result(0)
-    num_panels, words = packed.size(1), packed.size(2)
+    Its arguments are the matrices and the panels, which it writes. Its result is 0.
+    """
+    matrix, packed, columns = frame.argument(0), frame.argument(1), e.chip.panel_columns
+    e.store_int(frame.result(0).data, 0, 32)
+    num_panels = (matrix.size(1) + (columns - 1)) // columns
+    words = matrix.size(2) // (WORD // SIZE_OF[dtype])
     captured = (matrix.data, packed.data, matrix.size(1), words, num_panels)
     parallel_loop(e, frame, matrix.size(0) * num_panels, captured, _panel)
 
@@ -43,8 +33,9 @@ def _panel(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
     read = matrix + (item // num_panels * N + row) * K * WORD
     written = packed + item * K * (columns * WORD)
     nothing = t.integer(0)
-    with t.loop(0, K, t.lanes) as k:
-        with t.loop(0, t.integer(columns), t.lanes) as first:
+    # As few rows at a time as a vector has lanes, because each comes from another page of memory.
+    with t.loop(0, t.integer(columns), t.lanes) as first:
+        with t.loop(0, K, t.lanes) as k:
             rows = []
             for number in range(t.lanes):
                 of_row = first + number

@@ -1,14 +1,11 @@
 """The order of packed matrices."""
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.packed_matmul.packing import pack
-from pallas_kernels.packed_matmul.panels import Panels
+from jaxvllm.models.tiling import aligned_zeros
+from pallas_kernels.packed_matmul import Panels, pack_into
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
 
 
@@ -32,5 +29,13 @@ def test_the_kernel_packs_as_numpy_does(dtype: str, lanes: int) -> None:
     chip = CPU_CHIPS[lanes]
     for shape in ((3, 37, 85), (130, 64), (1, 7)):
         matrix = np.random.default_rng(0).integers(1, 100, shape).astype(jnp.dtype(dtype))
-        packed = jax.jit(partial(pack, chip=chip))(matrix)
-        np.testing.assert_array_equal(packed, Panels.of(chip, dtype).packed(matrix))
+        expected = Panels.of(chip, dtype).packed(matrix)
+        packed = aligned_zeros(expected.shape, matrix.dtype)
+        pack_into(packed, matrix, chip)
+        np.testing.assert_array_equal(packed, expected)
+
+
+def test_memory_that_xla_would_copy_is_refused() -> None:
+    memory = aligned_zeros((2 * 16 + 1,), np.dtype(np.float32))[1:]
+    with pytest.raises(ValueError, match="begins at a multiple of 64 bytes"):
+        pack_into(memory.reshape(1, 2, 16, 1), np.ones((16, 2), np.float32), CPU_CHIPS[4])
