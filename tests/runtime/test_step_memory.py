@@ -13,8 +13,9 @@ import pytest
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms import PLAIN, PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
@@ -167,7 +168,8 @@ def test_no_copy_of_a_weight_that_was_turned_round() -> None:
 
 
 def test_no_copy_of_int8_in_another_dtype() -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
+    packed = Packed(host_chip(), "float32")
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), packed))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
 
@@ -184,8 +186,8 @@ def test_no_stack_of_experts_is_copied(layout: Layout) -> None:
     # Sixteen experts, of which one has 4 and 2 MiB in two matrices: the smaller stack of a layer has 32.
     experts = ExpertsFfn(1024, 512, ExpertRouter(1024, 16, 2))
     spec = replace(SPEC, layers=tuple(replace(layer, ffn=experts) for layer in SPEC.layers))
-    kernel = CpuKernel(host_chip())
-    forms = Forms(kernel, kernel, kernel, kernel) if layout == "separate" else PLAIN_FORMS
+    kernel = Packed(host_chip(), "float32")
+    forms = Forms(kernel, kernel, PLAIN, kernel) if layout == "separate" else PLAIN_FORMS
     params = abstract_params(spec, jnp.float32, layout, MESH, forms)
     assert StepCompiler(params, KV, spec, SHAPE, REFERENCE, MESH).compile(DECODE).step_bytes < 32 * 2**20
 

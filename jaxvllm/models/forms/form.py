@@ -63,6 +63,10 @@ class Form(ABC):
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
 
+    def fitted(self, matrix: ParamDecl) -> "Form":
+        """Returns the form of this matrix. Most forms are the same for all matrices."""
+        return self
+
     @abstractmethod
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         """Returns the arrays that keep a matrix. Arrays that layers stack begin with its first dimension."""
