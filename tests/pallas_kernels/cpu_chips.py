@@ -15,3 +15,5 @@ def narrower(lanes: int) -> CpuChip:
 
 
 CPU_CHIPS = {chip.lanes: chip for chip in (narrower(lanes) for lanes in (16, 8, 4))}
+# The widest, which emulates AMX.
+WITH_AMX = replace(host_chip(), emulated=("amx-tile", "amx-bf16", "amx-int8"))
