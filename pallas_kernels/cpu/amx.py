@@ -95,15 +95,15 @@ def tile_registers(e: Emitter, shapes: Sequence[TileShape]) -> Iterator[TileRegi
     The contents of tiles are undefined at first. Where the chip has no AMX and emulates it, the registers are memory.
     """
     if "amx-tile" in e.chip.emulated:
-        yield TilesInMemory(e, tuple(shapes), e.words(NUMBER * ROWS * ROW_BYTES // 8))
+        yield EmulatedRegisters(e, tuple(shapes), e.words(NUMBER * ROWS * ROW_BYTES // 8))
         return
-    tiles = AmxTiles(e, tuple(shapes))
+    tiles = AmxRegisters(e, tuple(shapes))
     tiles.configure()
     yield tiles
     e.intrinsic("llvm.x86.tilerelease", ir.VoidType())
 
 
-class AmxTiles(TileRegisters):
+class AmxRegisters(TileRegisters):
     """Emits the instructions of AMX."""
 
     def configure(self) -> None:
@@ -140,7 +140,7 @@ class AmxTiles(TileRegisters):
 
 
 @dataclass(frozen=True)
-class TilesInMemory(TileRegisters):
+class EmulatedRegisters(TileRegisters):
     """Emits the same with vectors: register after register lies at `memory`, in rows of 64 bytes."""
 
     memory: Value

@@ -17,7 +17,7 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.cpu.host import host_chip, permitted
 from pallas_kernels.cpu.machine_code import compile_handler, handler_assembly
-from tests.pallas_kernels.cpu_chips import CPU_CHIPS, WITH_AMX
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.dot_models import MODELS, tile_product
 
 INSTRUCTIONS: dict[Factors, str] = {
@@ -29,9 +29,6 @@ INSTRUCTIONS: dict[Factors, str] = {
 }
 AVX2, AVX512 = "+avx,+avx2,+fma", "+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl"
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
-SAPPHIRE_RAPIDS = CpuChip(
-    name="rocketlake", triple=X86, features=f"{AVX512},+avx512bf16,+avx512vnni,+amx-tile,+amx-bf16,+amx-int8"
-)
 
 
 def words(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> NDArray[np.int32]:
@@ -175,7 +172,7 @@ def test_without_permission_there_are_no_tiles(
     assert SAPPHIRE_RAPIDS.has_bf16_tiles and SAPPHIRE_RAPIDS.has_byte_tiles
     monkeypatch.setattr("pallas_kernels.cpu.host._request_tiles", lambda: "Operation not supported")
     refused = permitted(SAPPHIRE_RAPIDS)
-    assert refused.features == f"{AVX512},+avx512bf16,+avx512vnni,-amx-tile,-amx-bf16,-amx-int8"
+    assert refused.features == SAPPHIRE_RAPIDS.features.replace("+amx", "-amx")
     assert not refused.has_bf16_tiles and not refused.has_byte_tiles and refused.has_bf16_dot
     assert [record.getMessage() for record in caplog.records] == [
         "kernels use vectors and no AMX: Linux refuses this process the tile registers (Operation not supported)"
