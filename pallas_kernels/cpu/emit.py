@@ -79,6 +79,10 @@ class Emitter:
         """Returns the bits of a vector of float32, as integers of 32 bits."""
         return Value(self, self.builder.bitcast(numbers.ir, ir.VectorType(I32, self.lanes)))
 
+    def of_bits(self, integers: Value) -> Value:
+        """Returns a vector of float32 with these bits, which are integers of 32 bits."""
+        return Value(self, self.builder.bitcast(integers.ir, ir.VectorType(F32, self.lanes)))
+
     def wide(self, integers: Value) -> Value:
         """Returns a vector of signed integers as such of 64 bits."""
         return Value(self, self.builder.sext(integers.ir, ir.VectorType(I64, self.lanes)))
@@ -224,6 +228,21 @@ class Emitter:
     def store_float(self, address: Value, value: Value) -> None:
         self.builder.store(value.ir, self._pointer(address, F32), align=4)
 
+    def load_everywhere(self, address: Value, dtype: str = "float32") -> Value:
+        """Loads one float32 or bfloat16 as float32, in all lanes."""
+        if dtype == "float32":
+            return self.splat(self.load_float(address))
+        wide = self.builder.zext(self.builder.load(self._pointer(address, I16), align=2), I32)
+        number = self.builder.bitcast(self.builder.shl(wide, ir.Constant(I32, 16)), F32)
+        return self.splat(Value(self, number))
+
+    def load_pair_everywhere(self, address: Value, count: int = 2) -> Value:
+        """Loads one or two bfloat16 (`count`; zero for the other) in all pairs of a vector, as `load_pairs` does."""
+        kind = ir.IntType(16 * count)
+        word = self.builder.load(self._pointer(address, kind), align=2)
+        pairs = self.splat(Value(self, word if count == 2 else self.builder.zext(word, I32)))
+        return Value(self, self.builder.bitcast(pairs.ir, ir.VectorType(I16, 2 * self.lanes)))
+
     def load(self, address: Value, dtype: str = "float32", mask: Value | None = None) -> Value:
         """Loads a vector of `dtype` as float32. Lanes outside `mask` are 0, and their memory is not read."""
         loaded = self._load_raw(address, _ELEMENTS[dtype], self.lanes, mask)
@@ -268,10 +287,16 @@ class Emitter:
         bits = self.select(magnitude < 1 << mantissa, Value(self, self.builder.bitcast(number.ir, words)), bits)
         return Value(self, self.builder.bitcast((bits | sign).ir, floats))
 
-    def store(self, address: Value, value: Value, dtype: str = "float32") -> None:
-        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even."""
+    def store(self, address: Value, value: Value, dtype: str = "float32", mask: Value | None = None) -> None:
+        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even. `mask` leaves lanes out."""
         raw = value.ir if dtype == "float32" else self._rounded(value)
-        self.builder.store(raw, self._pointer(address, raw.type), align=SIZE_OF[dtype])
+        pointer, align = self._pointer(address, raw.type), SIZE_OF[dtype]
+        if mask is None:
+            self.builder.store(raw, pointer, align=align)
+            return
+        name = f"llvm.masked.store.v{raw.type.count}{'f32' if dtype == 'float32' else 'i16'}.p0"
+        others = (Value(self, raw), Value(self, pointer), Value(self, ir.Constant(I32, align)), mask)
+        self.intrinsic(name, ir.VoidType(), *others)
 
     def _rounded(self, value: Value) -> Any:
         """Returns the bits of bfloat16 for a vector of float32. A NaN stays a NaN."""

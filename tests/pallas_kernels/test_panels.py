@@ -1,9 +1,15 @@
 """The order of packed matrices."""
 
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.packed_matmul.packing import pack
 from pallas_kernels.packed_matmul.panels import Panels
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -18,3 +24,13 @@ def test_an_element_lies_in_its_panel(shape: tuple[int, ...], depth: int) -> Non
         assert packed[(*others, out // 4, inn // depth, out % 4, inn % depth)] == matrix[place]
     assert np.count_nonzero(packed) == matrix.size  # the rest is zeros
     np.testing.assert_array_equal(panels.unpacked(packed, *shape[-2:]), matrix)
+
+
+@pytest.mark.parametrize("lanes", sorted(CPU_CHIPS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_kernel_packs_as_numpy_does(dtype: str, lanes: int) -> None:
+    chip = CPU_CHIPS[lanes]
+    for shape in ((3, 37, 85), (130, 64), (1, 7)):
+        matrix = np.random.default_rng(0).integers(1, 100, shape).astype(jnp.dtype(dtype))
+        packed = jax.jit(partial(pack, chip=chip))(matrix)
+        np.testing.assert_array_equal(packed, Panels.of(chip, dtype).packed(matrix))
