@@ -117,7 +117,7 @@ def _multiply(
             first = panel = number // num_groups
             begin = number % num_groups * ROWS
             end = t.min(begin + ROWS, M)
-        tiles = {rows: _tile(t, rows, panels) for rows in t.chip.group_sizes}
+        tiles = {rows: _tile(t, rows, panels) for rows in _row_counts(t, panels)}
         vectors = range(0, panels.columns, t.lanes)
         for rows, at in t.groups(tuple(tiles), end - begin):
             row = begin + at
@@ -135,6 +135,11 @@ def _multiply(
                     t.store(to + start * SIZE_OF[result.dtype], value, result.dtype)
 
     parallel_loop(e, frame, num_groups * P, captured, item)
+
+
+def _row_counts(t: Emitter, panels: CodePanels) -> tuple[int, ...]:
+    """Returns the numbers of rows of tiles. A word of two codes needs registers for both, which a sixth row lacks."""
+    return tuple(size if panels.bits == 8 else min(size, 5) for size in t.chip.group_sizes)
 
 
 def _row_bytes(panels: CodePanels, name: str) -> int:
@@ -219,20 +224,23 @@ def _add_unit(
     vectors = range(panels.columns // t.lanes)
     for number in range(step):
         place = first + number
-        for half in range(halves):
-            inputs = x + (place * halves + half) * 4
-            numbers = [t.splat_word(inputs + stride * m) for m in range(rows)]
-            for v in vectors:
-                codes = t.load_words(at[CODES] + place * row_bytes + v * t.lanes * 4)
+        codes = {}
+        for v in vectors:
+            words = t.load_words(at[CODES] + place * row_bytes + v * t.lanes * 4)
+            for half in range(halves):
+                codes[half, v] = words
                 if halves == 2:
-                    codes = (codes >> 4 if half else codes) & 0x0F0F0F0F
+                    codes[half, v] = (words >> 4 if half else words) & 0x0F0F0F0F
                 if panels.is_float4:
-                    codes = looked_up(_FLOAT4, codes)
+                    codes[half, v] = looked_up(_FLOAT4, codes[half, v])
                 if panels.bits in (5, 6):
                     high = t.load_words(at[HIGH] + first // step * row_bytes + v * t.lanes * 4)
-                    codes = codes | _high(high, panels.bits - 4, number * 2 + half)
-                for m in range(rows):
-                    add(m, v, codes, numbers[m])
+                    codes[half, v] = codes[half, v] | _high(high, panels.bits - 4, number * 2 + half)
+        for m in range(rows):
+            for half in range(halves):
+                numbers = t.splat_word(x + stride * m + (place * halves + half) * 4)
+                for v in vectors:
+                    add(m, v, codes[half, v], numbers)
 
 
 def _high(words: Value, bits: int, number: int) -> Value:
