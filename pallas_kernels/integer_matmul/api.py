@@ -195,14 +195,9 @@ def _checked(
     columns, ins = panels.columns, x.shape[1]
     for name, (shape, held) in panels.arrays(columns, ins).items():
         got = first.get(name)
-        if got is None or got.shape[-len(shape) + 1 :] != shape[1:] or got.dtype.name != _held(held):
+        if got is None or got.shape[-len(shape) + 1 :] != shape[1:] or got.dtype.name != held:
             found = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
-            raise ValueError(f"{name} must be {_held(held)}[.., panels, {str(shape[1:])[1:-1]}], not {found}")
+            raise ValueError(f"{name} must be {held}[.., panels, {str(shape[1:])[1:-1]}], not {found}")
     if starts is not None and first[CODES].shape[0] != len(starts) - 1:
         raise ValueError(f"stacks of {first[CODES].shape[0]} matrices need starts i32[{first[CODES].shape[0] + 1}]")
     return out_dtype
-
-
-def _held(dtype: str) -> str:
-    """Returns the dtype of arrays that hold such numbers: XLA:CPU converts arrays of float8 before it slices them."""
-    return "uint8" if dtype.startswith("float8") else dtype

@@ -13,6 +13,10 @@ CODES, HIGH, SCALES, FACTORS, ZEROS, MINS, MIN_FACTORS = (
 )  # fmt: skip
 # The most inputs of a token that are rounded to integers with one size.
 MOST_TOGETHER = 128
+# The bytes of a scale, by its dtype.
+SCALE_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
+}  # fmt: skip
 Offsets = Literal["none", "zeros", "mins"]
 
 
@@ -78,12 +82,17 @@ class CodePanels:
         return self.group if self.group < MOST_TOGETHER else math.gcd(self.group, MOST_TOGETHER)
 
     @property
+    def held_scales(self) -> str:
+        """The dtype of the array of scales. XLA:CPU converts arrays of float8 before it slices them, and no bytes."""
+        return "uint8" if self.scale_dtype.startswith("float8") else self.scale_dtype
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which the kernel takes them."""
         return tuple(self.arrays(1, 1))
 
     def arrays(self, outs: int, ins: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns the shape and the dtype of each array of a matrix [outs, ins]."""
+        """Returns the shape and the dtype of each array of a matrix [outs, ins], in the order of the kernel."""
         panels = -(-outs // self.columns)
         groups = 1 if self.group is None else -(-ins // self.group)
         of_groups = (panels, groups, self.columns)
@@ -91,7 +100,7 @@ class CodePanels:
         found = {CODES: (Panels(self.columns, 4 if self.bits == 8 else 8).shape(outs, inputs)[:-1] + (4,), "uint8")}
         if self.bits in (5, 6):
             found[HIGH] = ((panels, inputs // self.unit, self.columns, 4), "uint8")
-        found[SCALES] = (of_groups, self.scale_dtype)
+        found[SCALES] = (of_groups, self.held_scales)
         if self.span is not None:
             found[FACTORS] = ((panels, -(-ins // self.span), self.columns), "float16")
         if self.offsets == "zeros":

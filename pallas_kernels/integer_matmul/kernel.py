@@ -22,13 +22,13 @@ from pallas_kernels.integer_matmul.code_panels import (
     HIGH,
     MIN_FACTORS,
     MINS,
+    SCALE_BYTES,
     SCALES,
     ZEROS,
     CodePanels,
 )  # fmt: skip
 
 ROWS = 96  # of an item of work
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "int8": 1, "uint8": 1}
 # Twice the numbers of E2M1, and 12, so that none is negative.
 _FLOAT4 = tuple(12 + sign * number for sign in (1, -1) for number in (0, 1, 2, 3, 4, 6, 8, 12))
 _FLOAT4_ZERO = 12
@@ -147,7 +147,7 @@ def _row_bytes(panels: CodePanels, name: str) -> int:
     if name in (CODES, HIGH):
         return 4 * panels.columns
     dtype = {SCALES: panels.scale_dtype, FACTORS: "float16", MIN_FACTORS: "float16"}.get(name, "uint8")
-    return SIZES[dtype] * panels.columns
+    return SCALE_BYTES[dtype] * panels.columns
 
 
 def _tile(e: Emitter, rows: int, panels: CodePanels) -> ir.Function:
@@ -260,7 +260,7 @@ def _scale(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value
     """Returns the scales of a vector of columns."""
     dtype = panels.scale_dtype
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
-    scale = _floats(t, at[SCALES] + place * SIZES[dtype], dtype)
+    scale = _floats(t, at[SCALES] + place * SCALE_BYTES[dtype], dtype)
     if panels.span is not None:
         scale = scale * _factor(t, panels, at[FACTORS], group, v)
     return scale * 0.5 if panels.is_float4 else scale
@@ -276,7 +276,7 @@ def _min(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value, 
 def _factor(t: Emitter, panels: CodePanels, address: Value, group: Value, v: int) -> Value:
     assert panels.span is not None and panels.together is not None
     row = group // (panels.span // panels.together)
-    return _floats(t, address + (row * panels.columns + v * t.lanes) * SIZES["float16"], "float16")
+    return _floats(t, address + (row * panels.columns + v * t.lanes) * SCALE_BYTES["float16"], "float16")
 
 
 def _floats(t: Emitter, address: Value, dtype: str) -> Value:
