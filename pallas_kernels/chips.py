@@ -111,7 +111,7 @@ class CpuChip:
     @property
     def has_byte_dot(self) -> bool:
         """Whether it multiplies unsigned by signed bytes and adds four products up in int32, in whole vectors."""
-        return self.has("avx512vnni")
+        return self.has("avx512vnni") or (self.has("avxvnni") and self.lanes == 8)
 
     @property
     def has_bf16_tiles(self) -> bool:

@@ -26,6 +26,7 @@ class Dot:
     a, b: the dtypes of the factors
     emit: emits the instruction
     meaning: emits instructions that every CPU has, with the same result
+    most: the largest factor in a with which no sum is cut off
     """
 
     name: str
@@ -35,6 +36,7 @@ class Dot:
     b: str
     emit: EmitDot
     meaning: EmitDot
+    most: int = 255
 
     def __call__(self, a: Value, b: Value, c: Value) -> Value:
         """Emits c + a . b, where a and b are vectors of any type."""
@@ -42,10 +44,10 @@ class Dot:
         return (self.meaning if is_emulated else self.emit)(a, b, c)
 
 
-def dot_for(chip: CpuChip, a: str, b: str) -> Dot | None:
-    """Returns the chip's instruction for factors of the dtypes `a` and `b` in whole vectors, or None."""
+def dot_for(chip: CpuChip, a: str, b: str, most: int = 0) -> Dot | None:
+    """Returns the chip's instruction for factors of the dtypes `a`, up to `most`, and `b` in whole vectors, or None."""
     for dot in DOTS:
-        if (dot.a, dot.b) == (a, b) and chip.lanes in dot.lanes and chip.has(dot.feature):
+        if (dot.a, dot.b) == (a, b) and most <= dot.most and chip.lanes in dot.lanes and chip.has(dot.feature):
             return dot
     return None
 
@@ -205,7 +207,7 @@ DOTS = (
             ("usdot", "i8mm", "uint8", "int8"),
         )
     ),
-    # Right only where no sum of two products leaves 16 bits: for factors up to 127 in a.
-    Dot("vpmaddubsw", "avx512bw", (16,), "uint8", "int8", _multiply_and_add_halves, _meaning_of_halves),
-    Dot("vpmaddubsw", "avx2", (8,), "uint8", "int8", _multiply_and_add_halves, _meaning_of_halves),
+    # Sums of two products have 16 bits, and are cut off there.
+    Dot("vpmaddubsw", "avx512bw", (16,), "uint8", "int8", _multiply_and_add_halves, _meaning_of_halves, 127),
+    Dot("vpmaddubsw", "avx2", (8,), "uint8", "int8", _multiply_and_add_halves, _meaning_of_halves, 127),
 )  # fmt: skip

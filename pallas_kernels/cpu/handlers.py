@@ -25,7 +25,7 @@ class Handler:
     """A kernel for one CPU: `emit(emitter, frame, *options)` emits it."""
 
     emit: Callable[..., None]
-    options: tuple[str, ...]  # dtypes and the like
+    options: tuple[object, ...]  # dtypes and the like, which their texts tell apart
     chip: CpuChip
 
     @property
@@ -36,7 +36,7 @@ class Handler:
         this process was refused the tile registers.
         """
         features = hashlib.sha256(repr(self.chip).encode()).hexdigest()[:8]
-        return "_".join(("jaxvllm", self.emit.__name__, *self.options, str(self.chip.lanes), features))
+        return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes), features))
 
     def __call__(self, out: Any, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.
