@@ -109,11 +109,6 @@ class CpuChip:
         return self.has("avx512bf16") or self.has("bf16")  # x86-64's and ARM64's
 
     @property
-    def has_byte_dot(self) -> bool:
-        """Whether it multiplies unsigned by signed bytes and adds four products up in int32, in whole vectors."""
-        return self.has("avx512vnni") or (self.has("avxvnni") and self.lanes == 8)
-
-    @property
     def has_bf16_tiles(self) -> bool:
         """Whether it multiplies matrices of bfloat16 in tile registers (AMX)."""
         return self.has("amx-tile") and self.has("amx-bf16")

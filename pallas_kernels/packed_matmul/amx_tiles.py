@@ -56,7 +56,7 @@ class AmxTiles(Tiles):
 
 @dataclass(frozen=True)
 class _TileUse:
-    """What tile registers hold: first the sums, row after row of tiles, then x, and in the others the panel."""
+    """Tells what tile registers hold: the first ones sums, row after row of tiles, the next x, the last the panel."""
 
     rows: int
 

@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.amx import Factors, TileShape, tile_registers
+from pallas_kernels.cpu.bytes import dot_bytes
 from pallas_kernels.cpu.dots import DOTS, Dot, dot_for
 from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.cpu.host import host_chip, permitted
 from pallas_kernels.cpu.machine_code import compile_handler, handler_assembly
+from pallas_kernels.integer_matmul.code_panels import CodePanels
+from pallas_kernels.integer_matmul.kernel import matmul
+from pallas_kernels.packed_matmul import Panels, packed_matmul
+from pallas_kernels.packed_matmul.kernel import packed_matmul as packed
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.dot_models import MODELS, tile_product
 
@@ -86,6 +91,32 @@ def test_a_chip_has_the_instruction_of_its_features() -> None:
     assert [dot_for(arm[0], a, b) for a, b in TAKEN] == [None] * 3
     names = [dot.name for a, b in TAKEN if (dot := dot_for(arm[1], a, b))]
     assert names == ["bfdot", "usdot", "sdot"]
+    assert dot_for(x86(AVX2), "uint8", "int8", most=128) is None, "sums of two products are cut off"
+
+
+def dots_of_codes(e: Emitter, frame: Frame, most: str) -> None:
+    a, b, c = (frame.argument(n).data for n in range(3))
+    with e.loop(0, frame.argument(2).size(0), e.lanes) as i:
+        codes, numbers, total = (e.load_words(x + i * 4) for x in (a, b, c))
+        e.store(frame.result(0).data + i * 4, dot_bytes(total, codes, numbers, int(most)))
+
+
+@pytest.mark.parametrize("most", [63, 255])
+def test_codes_times_numbers_are_exact_on_every_chip(most: int) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, most + 1, (256, 4), np.uint8).view(np.int32)[:, 0]
+    numbers = rng.integers(-127, 128, (256, 4), np.int8).view(np.int32)[:, 0]
+    sums = words(rng, (256,), "int32")
+    for chip in (
+        *CPU_CHIPS.values(),
+        CPU_CHIPS[16].without("avx512vnni"),
+        replace(CPU_CHIPS[8], emulated=("avxvnni",)),
+        replace(CPU_CHIPS[4], emulated=("dotprod",)),
+        replace(CPU_CHIPS[4], emulated=("i8mm",)),
+    ):
+        handler = Handler(dots_of_codes, (str(most),), chip)
+        result = jax.jit(partial(handler, jax.ShapeDtypeStruct((256,), jnp.int32)))(codes, numbers, sums)
+        np.testing.assert_array_equal(np.asarray(result), MODELS["vpdpbusd"](codes, numbers, sums))
 
 
 TAKEN = (("bfloat16", "bfloat16"), ("uint8", "int8"), ("int8", "int8"))
@@ -103,6 +134,22 @@ def test_an_instruction_is_emitted_for_cpus_that_are_not_here(dot: Dot) -> None:
         chip = CpuChip(name="x86-64", triple=X86, features=f"{AVX512 if 16 in dot.lanes else AVX2},+{dot.feature}")
     assembly = handler_assembly("handler", lambda e, f: dots(e, f, str(DOTS.index(dot))), chip)
     assert f"\t{dot.name}\t" in assembly
+
+
+def test_products_use_the_instructions_of_arm() -> None:
+    chip = CpuChip(name="neoverse-v1", triple=ARM, features="+neon,+bf16,+dotprod,+i8mm")
+    panels = CodePanels(chip.panel_columns, 8, None, "float32", zero=128, by_row=True)
+    of_pairs = handler_assembly("handler", lambda e, f: packed(e, f, "bfloat16", "float32", "none"), chip)
+    of_bytes = handler_assembly("handler", lambda e, f: matmul(e, f, "float32", panels), chip)
+    assert "\tbfdot\t" in of_pairs and "\tusdot\t" in of_bytes
+
+    here = replace(CPU_CHIPS[4], emulated=("bf16",))
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal((rows, 85)).astype(jnp.bfloat16) for rows in (7, 20))
+    call = jax.jit(lambda x, w: packed_matmul(x, [w], 0, size=20, dtype="float32", chip=here))
+    result = np.asarray(call(x, Panels.of(here, x.dtype).packed(w)))
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    assert np.abs(result - exact).max() < 2e-6 * np.abs(exact).max()
 
 
 def products(e: Emitter, frame: Frame, factors: str, rows: str, inner: str, columns: str) -> None:
