@@ -110,13 +110,16 @@ class CpuChip:
 
     @property
     def has_bf16_tiles(self) -> bool:
-        """Whether it multiplies matrices of bfloat16 in tile registers (AMX)."""
-        return self.has("amx-tile") and self.has("amx-bf16")
+        """Whether it multiplies matrices of bfloat16 in tile registers (AMX), beside vectors of AVX-512.
+
+        Four tiles are as wide as a panel for AVX-512. No CPU has AMX alone, but a virtual machine may show it so.
+        """
+        return self.has("amx-tile") and self.has("amx-bf16") and self.has("avx512f")
 
     @property
     def has_byte_tiles(self) -> bool:
-        """Whether it multiplies matrices of bytes in tile registers (AMX)."""
-        return self.has("amx-tile") and self.has("amx-int8")
+        """Whether it multiplies matrices of bytes in tile registers (AMX), beside vectors of AVX-512."""
+        return self.has("amx-tile") and self.has("amx-int8") and self.has("avx512f")
 
 
 Chip = TpuChip | GpuChip
