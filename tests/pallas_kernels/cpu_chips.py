@@ -17,6 +17,8 @@ def narrower(lanes: int) -> CpuChip:
 CPU_CHIPS = {chip.lanes: chip for chip in (narrower(lanes) for lanes in (16, 8, 4))}
 # The widest, which emulates AMX.
 WITH_AMX = replace(host_chip(), emulated=("amx-tile", "amx-bf16", "amx-int8"))
+# And this CPU itself, if it has AMX.
+AMX_CHIPS = (WITH_AMX, host_chip()) if host_chip().has_bf16_tiles and host_chip().has_byte_tiles else (WITH_AMX,)
 # One that has AMX, by the name that LLVM gave it.
 SAPPHIRE_RAPIDS = CpuChip(
     name="rocketlake",

@@ -22,7 +22,7 @@ from pallas_kernels.integer_matmul.code_panels import CodePanels
 from pallas_kernels.integer_matmul.kernel import matmul
 from pallas_kernels.packed_matmul import Panels, packed_matmul
 from pallas_kernels.packed_matmul.kernel import packed_matmul as packed
-from tests.pallas_kernels.cpu_chips import CPU_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
+from tests.pallas_kernels.cpu_chips import AMX_CHIPS, CPU_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.dot_models import MODELS, tile_product
 
 INSTRUCTIONS: dict[Factors, str] = {
@@ -175,10 +175,11 @@ def test_products_of_tiles_are_what_the_manual_says(factors: Factors) -> None:
     for M, K, N in ((16, 16, 16), (1, 16, 16), (5, 3, 7)):
         a, b = (words(rng, shape, dtype) for shape, dtype in zip(((M, K), (K, N)), dtypes, strict=True))
         c = words(rng, (M, N), "float32" if factors == "bfloat16" else "int32")
-        handler = Handler(products, (factors, str(M), str(K), str(N)), WITH_AMX)
-        result = np.asarray(jax.jit(partial(handler, jax.ShapeDtypeStruct((2, M, N), jnp.int32)))(a, b, c))
-        np.testing.assert_array_equal(result[0], tile_product(factors, a, b, c))
-        np.testing.assert_array_equal(result[1], tile_product(factors, a, b, c * 0))
+        for chip in AMX_CHIPS:
+            handler = Handler(products, (factors, str(M), str(K), str(N)), chip)
+            result = np.asarray(jax.jit(partial(handler, jax.ShapeDtypeStruct((2, M, N), jnp.int32)))(a, b, c))
+            np.testing.assert_array_equal(result[0], tile_product(factors, a, b, c))
+            np.testing.assert_array_equal(result[1], tile_product(factors, a, b, c * 0))
 
 
 @pytest.mark.parametrize("factors", INSTRUCTIONS)

@@ -13,6 +13,7 @@ from pallas_kernels.integer_matmul import integer_matmul
 from pallas_kernels.integer_matmul.code_panels import CodePanels
 from pallas_kernels.integer_matmul.kernel import matmul
 from tests.pallas_kernels.cpu_chips import SAPPHIRE_RAPIDS, WITH_AMX
+from tests.pallas_kernels.test_integer_matmul import arrays_of
 
 COLUMNS = WITH_AMX.panel_columns
 PANELS = {
@@ -23,20 +24,11 @@ PANELS = {
 }
 
 
-def arrays(panels: CodePanels, outs: int, ins: int) -> dict[str, Any]:
-    """Random codes, and scales of a few sizes."""
-    rng, found = np.random.default_rng(0), {}
-    for name, (shape, dtype) in panels.arrays(outs, ins).items():
-        small = rng.integers(1, 12 if dtype.startswith(("int", "uint")) else 5, shape)
-        found[name] = rng.integers(0, 256, shape, np.uint8) if name in ("codes", "high") else small.astype(dtype)
-    return found
-
-
 @pytest.mark.parametrize("panels", PANELS.values(), ids=PANELS)
 def test_tiles_have_the_bits_of_vectors(panels: CodePanels) -> None:
     outs, ins = 70, 32 * 9 if panels.group in (None, 32, 96) else 512
     x = np.random.default_rng(1).standard_normal((19, ins), np.float32)  # a tile, and three rows by vectors
-    held = arrays(panels, outs, ins)
+    held = arrays_of(panels, outs, ins)
 
     def product(chip: CpuChip) -> Any:
         return jax.jit(lambda x, held: integer_matmul(x, [held], 0, panels=panels, outs=outs, chip=chip))(x, held)

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.machine_code import compile_handler, handler_assembly
 from pallas_kernels.packed_matmul import Panels, packed_matmul
 from pallas_kernels.packed_matmul.amx_tiles import DEPTH
 from pallas_kernels.packed_matmul.kernel import packed_matmul as kernel
-from tests.pallas_kernels.cpu_chips import SAPPHIRE_RAPIDS, WITH_AMX
+from tests.pallas_kernels.cpu_chips import AMX_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.dot_models import tile_product
 
 PANELS = Panels.of(WITH_AMX, jnp.bfloat16)
 
 
 @cache
-def product(size: int, out_dtype: str = "float32") -> Any:
-    call = jax.jit(lambda x, w: packed_matmul(x, [w], 0, size=size, dtype=out_dtype, chip=WITH_AMX))
+def product(size: int, chip: CpuChip = WITH_AMX) -> Any:
+    call = jax.jit(lambda x, w: packed_matmul(x, [w], 0, size=size, dtype="float32", chip=chip))
     return lambda x, w: np.asarray(call(x, PANELS.packed(w)))
 
 
@@ -50,8 +51,9 @@ def model(x: NDArray[Any], w: NDArray[Any]) -> NDArray[Any]:
 def test_sums_have_the_bits_that_the_manual_says(rows: int, size_out: int, size_in: int) -> None:
     """Rows and columns of whole tiles and not, last inputs that fill no tile, and more inputs than one part has."""
     x, w = operands(rows, size_out, size_in)
-    result = product(size_out)(x, w)
-    np.testing.assert_array_equal(result.view(np.int32), model(x, w))
+    for chip in AMX_CHIPS:
+        result = product(size_out, chip)(x, w)
+        np.testing.assert_array_equal(result.view(np.int32), model(x, w))
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     assert np.abs(result - exact).max() < 3e-6 * np.abs(exact).max()
 
