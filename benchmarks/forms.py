@@ -47,7 +47,7 @@ class Contender:
     def matrices(self) -> list[Any]:
         """Returns the matrices of all layers as an engine would keep them."""
         decl = ParamDecl((OUT, IN), (None, None), storage="matrix", dtype=self.dtype)
-        form = self.form.fitted(decl)
+        form = self.form.of_matrix(decl)
         sharding = place(make_mesh(MeshShape(1, 1), jax.devices()[:1]))
         where = {name: sharding(part.axes) for name, part in form.declare(decl).items()}
         random = np.random.default_rng(0)

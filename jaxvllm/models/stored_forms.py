@@ -108,4 +108,5 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
     if (inputs if group is None else group) % stored.code.per_byte:
         return None
     form = forms.of(stored, group, of_experts=whole.storage == "experts")
+    form = None if form is None else form.of_matrix(whole)
     return form if form is not None and form.takes(inputs) else None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from pallas_kernels.cpu.dots import dot_for
 from pallas_kernels.cpu.values import I32, Value
 
 
@@ -75,11 +76,10 @@ def first_lanes(count: Value, lanes: int) -> Value:
 
 
 def dot_pairs(a: Value, b: Value, c: Value) -> Value:
-    """Adds to each lane of `c` the products of a pair of bfloat16 (VDPBF16PS, which takes tiny ones for zero)."""
-    e = c.emitter
-    pairs = ir.VectorType(_Bfloat(), 2 * e.lanes)
-    a, b = (Value(e, e.builder.bitcast(x.ir, pairs)) for x in (a, b))
-    return e.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * e.lanes}", c.ir.type, c, a, b)
+    """Adds to each lane of `c` the products of a pair of bfloat16. The chip must have an instruction for that."""
+    dot = dot_for(c.emitter.chip, "bfloat16", "bfloat16")
+    assert dot is not None, "kernels ask for has_bf16_dot first"
+    return dot(a, b, c)
 
 
 def exp(x: Value) -> Value:
@@ -116,16 +116,3 @@ def gelu_tanh(x: Value) -> Value:
     e = x.emitter
     inner = e.fma(x * x * x, e.vector(0.044715), x) * e.vector(0.7978845608)
     return x * e.vector(0.5) * (tanh(inner) + 1.0)
-
-
-class _Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
@@ -60,6 +61,8 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
+        if (on_cpu := self._on_cpu(stored, group)) is not None:
+            return on_cpu
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
@@ -83,9 +86,18 @@ class FewBitsForms:
             return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
+    def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
+        """Returns the form of our integer kernel, if it runs and knows the code, and a device has whole matrices."""
+        chip = self.backend.chip
+        if not isinstance(chip, CpuChip) or self.shards > 1 or not CpuGroups.takes_stored(stored, group):
+            return None
+        return CpuGroups(stored, group, chip)
+
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
+        if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
+            return on_cpu
         if wanted.rounds_tokens and not (of_experts and isinstance(self.backend.chip, TpuChip | GpuChip)):
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:
@@ -157,10 +169,11 @@ class Forms:
 
     def of(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
         """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
-        own = self.own.get((name, decl))
-        return self._usual(decl, is_of_layer).fitted(decl) if own is None else own
+        return self._usual(name, decl, is_of_layer).of_matrix(decl)
 
-    def _usual(self, decl: ParamDecl, is_of_layer: bool) -> Form:
+    def _usual(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
+        if (own := self.own.get((name, decl))) is not None:
+            return own
         is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
         if self.pads_tables and is_table and decl.shape[-1] % LANES:
             return PaddedTable(decl.shape[-1])
@@ -170,7 +183,7 @@ class Forms:
             return self.experts
         if decl.storage == "matrix":
             # An array that declares a dtype, such as a router, is never quantized.
-            return _if_smaller(self.layers, decl) if is_of_layer and decl.dtype is None else self.head
+            return _if_smaller(self.layers.of_matrix(decl), decl) if is_of_layer and decl.dtype is None else self.head
         return PLAIN
 
     def kept(

@@ -58,6 +58,9 @@ class Elements:
 class FewBits(Form):
     """A form whose arrays hold the numbers of a checkpoint as they are, so that nothing is decoded to load it."""
 
+    def of_matrix(self, matrix: ParamDecl) -> "FewBits":
+        return self
+
     def takes(self, inputs: int) -> bool:
         """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
         return True

@@ -63,8 +63,8 @@ class Form(ABC):
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
 
-    def fitted(self, matrix: ParamDecl) -> "Form":
-        """Returns the form of this matrix. Most forms are the same for all matrices."""
+    def of_matrix(self, matrix: ParamDecl) -> "Form":
+        """Returns the form of one matrix, of which it may need to know more than its arrays tell."""
         return self
 
     @abstractmethod
