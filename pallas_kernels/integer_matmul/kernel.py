@@ -63,7 +63,7 @@ def grouped_gated(e: Emitter, frame: Frame, out_dtype: str, activation: str, pan
 
 @dataclass(frozen=True)
 class _Result:
-    """What becomes of the sums of a vector: `emit(emitter, vectors)`, one of each half."""
+    """Tells what becomes of the sums of a vector: `emit(emitter, vectors)` takes one vector of each half."""
 
     dtype: str
     emit: Callable[[Emitter, Sequence[Value]], Value]
