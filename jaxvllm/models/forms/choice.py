@@ -1,6 +1,6 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,6 +13,8 @@ from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.in_parts import InParts
+from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -36,6 +38,10 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
 }
 
 
+# The name of a matrix and the number of its layer. None stands for outside the layers.
+MatrixKey = tuple[str, int | None]
+
+
 @dataclass(frozen=True)
 class FewBitsForms:
     """Chooses the forms of matrices in few bits.
@@ -57,6 +63,8 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
+        if stored.is_nested:
+            return self._nested(stored, group)
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
@@ -79,6 +87,19 @@ class FewBitsForms:
         if self.by_tile:
             return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
         return ScaledRows(code=stored.code) if stored.is_by_row else None
+
+    def _nested(self, stored: StoredAs, group: int | None) -> FewBits | None:
+        if not self.by_tile or group is None or group % NestedGroups.UNIT:
+            return None
+        nested = stored.super_group, stored.has_offsets
+        return NestedGroups(stored.code, group, stored.scale_dtype, False, self.shards, *nested)
+
+    def in_parts(self, axis: int, parts: Sequence[tuple[int, FewBits]]) -> FewBits | None:
+        """Returns the form of a matrix that is cut along an axis into parts of these sizes and forms, if it has one.
+
+        XLA would copy such a matrix from stacks of layers, which CPUs have not.
+        """
+        return InParts(axis, tuple(parts)) if self.by_tile else None
 
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
@@ -103,7 +124,8 @@ class Forms:
     experts: of the experts of all layers
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
     pads_tables: whether rows of embeddings and of the LM head are filled up to whole tiles, as TPUs need them
-    own: the forms of some matrices, by their names and declarations, which come before all others
+    own: the forms of some matrices, by their names and layers, which come before all others. None stands for outside
+        the layers. Matrices in a stack have the form of the first
     """
 
     layers: Form = PLAIN
@@ -112,7 +134,7 @@ class Forms:
     experts: Form = PLAIN
     stored: FewBitsForms | None = None
     pads_tables: bool = False
-    own: Mapping[tuple[str, ParamDecl], Form] = field(default_factory=dict)
+    own: Mapping[MatrixKey, Form] = field(default_factory=dict)
 
     @classmethod
     def chosen(
@@ -144,10 +166,11 @@ class Forms:
         table = PLAIN if isinstance(usual, Turned) else usual
         return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
 
-    def of(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
-        """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
-        if (own := self.own.get((name, decl))) is not None:
+    def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
+        """Returns the form of the array with that name and declaration, of a layer or, with None, outside of them."""
+        if (own := self.own.get((name, layer))) is not None:
             return own
+        is_of_layer = layer is not None
         is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
         if self.pads_tables and is_table and decl.shape[-1] % LANES:
             return PaddedTable(decl.shape[-1])
@@ -165,17 +188,17 @@ class Forms:
         array: jax.Array,
         name: str,
         decl: ParamDecl,
-        is_of_layer: bool,
+        layer: int | None,
         sharding_of: Callable[[ParamDecl], NamedSharding],
     ) -> Any:
         """Returns the node of the tree that keeps `array`, which is on its devices already."""
-        form = self.of(name, decl, is_of_layer)
+        form = self.of(name, decl, layer)
         shardings = {name: sharding_of(part) for name, part in form.declare(decl).items()}
         return form.wrapped(form.keep(array, shardings))
 
-    def node(self, name: str, decl: ParamDecl, is_of_layer: bool, array: Callable[[ParamDecl], Any]) -> Any:
+    def node(self, name: str, decl: ParamDecl, layer: int | None, array: Callable[[ParamDecl], Any]) -> Any:
         """Returns the node of the tree that keeps an array, with `array(declaration)` in the place of each array."""
-        form = self.of(name, decl, is_of_layer)
+        form = self.of(name, decl, layer)
         return form.wrapped({name: array(part) for name, part in form.declare(decl).items()})
 
 

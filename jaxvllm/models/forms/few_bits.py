@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +20,14 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A way to store a matrix [.., in]: each element is (code - zero) * scale.
+    """A way to store a matrix [.., in]: each element is (code - zero) * scale, or code * scale - offset.
 
-    group: how many elements in a row of `in` share a scale and a zero, or None: all of them
+    group: how many elements in a row of `in` share a scale, and a zero or an offset, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
     rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
+    super_group: how many elements in a row share a scale of scales, in float16, or None: there is none. With it, scales
+        and offsets are integers of eight bits at most, by which the scales of scales and of offsets are multiplied
+    has_offsets: whether an offset is subtracted, and no zero
     """
 
     code: Code
@@ -32,27 +35,76 @@ class StoredAs:
     scale_dtype: str
     has_zeros: bool = False
     rounds_tokens: bool = False
+    super_group: int | None = None
+    has_offsets: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.has_zeros and self.has_offsets), self
 
     @property
     def is_by_row(self) -> bool:
         """Whether a row of integers or FP8 and one scale are all that a row of the matrix has."""
-        return self.group is None and not self.has_zeros and self.code.per_byte == 1
+        return self.group is None and not self.has_zeros and self.code.bits == 8
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether it takes more than codes, their scales and zeros, or codes that do not fill bytes."""
+        return self.super_group is not None or self.has_offsets or self.code.bits in (5, 6)
+
+
+@dataclass(frozen=True)
+class ByElement:
+    """A function that fills with a value for each element, and is told how to find one for each group sooner.
+
+    of_groups: returns the function that fills with one value for each group of so many elements, or None if it must
+        look at each element
+    """
+
+    of_elements: Fill
+    of_groups: Callable[[int], Fill | None]
+
+    def __call__(self, out: np.ndarray, start: tuple[int, ...]) -> None:
+        self.of_elements(out, start)
+
+    def moved(self, by: tuple[int, ...]) -> "ByElement":
+        """Returns the function for the elements that begin there. All numbers but that of the last axis may be any."""
+
+        def of_groups(group: int) -> Fill | None:
+            found = self.of_groups(group) if not by[-1] else None
+            return None if found is None else moved(found, by)
+
+        return ByElement(moved(self.of_elements, by), of_groups)
+
+
+def moved(fill: Fill, by: tuple[int, ...]) -> Fill:
+    """Returns the function that fills with the elements that begin there."""
+    if isinstance(fill, ByElement):
+        return fill.moved(by)
+    return lambda out, start: fill(out, tuple(map(sum, zip(start, by, strict=True))))
+
+
+def nothing(out: np.ndarray, start: tuple[int, ...]) -> None:
+    """Fills nothing."""
 
 
 @dataclass(frozen=True)
 class Elements:
     """Functions that fill parts of a matrix with what is stored of each element: its code, its scale, its zero.
 
-    Scales and zeros fill arrays f32, and codes fill an array with one code in each byte.
+    Scales, zeros and offsets fill arrays f32, and codes fill an array with one code in each byte. What is not stored
+    leaves arrays as they are.
     """
 
     codes: Fill
     scales: Fill
     zeros: Fill
+    super_scales: Fill = nothing
+    offsets: Fill = nothing
+    super_offsets: Fill = nothing
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of these."""
-        return Elements(change(self.codes), change(self.scales), change(self.zeros))
+        return Elements(*(change(getattr(self, field.name)) for field in fields(self)))
 
 
 class FewBits(Form):
@@ -75,13 +127,21 @@ def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:
     return sum(math.prod(decl.shape) * decl.dtype_in(dtype).itemsize for decl in decls)
 
 
-def packed(codes: Fill, per_byte: int) -> Fill:
-    """Returns the function that fills with bytes of `per_byte` codes each, the first in the lowest bits."""
+def packed(codes: Fill, per_byte: int, first_bit: int = 0) -> Fill:
+    """Returns the function that fills with bytes of `per_byte` codes each, the first in the lowest bits.
+
+    Of each code these are the bits from `first_bit` on, as many as there is room for.
+    """
+    bits = 8 // per_byte
 
     def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
         for part, wide, at in _wider(out, start, per_byte, np.dtype(np.uint8)):
             codes(wide, at)
-            np.bitwise_or(wide[..., ::2], wide[..., 1::2] << 4, out=part)
+            wide >>= first_bit
+            wide &= 2**bits - 1
+            np.copyto(part, wide[..., ::per_byte])
+            for place in range(1, per_byte):
+                part |= wide[..., place::per_byte] << np.uint8(bits * place)
 
     return codes if per_byte == 1 else fill
 
@@ -125,6 +185,8 @@ def at_least(fill: Fill, least: float) -> Fill:
 
 def of_groups(values: Fill, group: int) -> Fill:
     """Returns the function that fills with one value for each group of so many elements: that of the first."""
+    if isinstance(values, ByElement) and (found := values.of_groups(group)) is not None:
+        return found
 
     def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
         for part, wide, at in _wider(out, start, group, np.dtype(np.float32)):

@@ -14,6 +14,8 @@ from pallas_kernels.quantized_matmul.code import BYTES, FLOAT4, INT8, UINT4, Cod
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
+# For each axis, how many elements in a row are a group, or the number of the group of each element.
+Sized = tuple[int | np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class ByGroup:
     """
 
     part: Part
-    groups: tuple[int | np.ndarray, ...]
+    groups: Sized
 
     @property
     def dtype(self) -> str:
@@ -74,23 +76,51 @@ class ByGroup:
 
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
-    """The values (codes - zeros) * scales. Without `zeros`, these are 0."""
+    """The values (codes - zeros) * scales - offsets. Without `zeros` and `offsets`, these are 0.
+
+    Scales may have scales of their own, `super_scales`, and so may offsets.
+    """
 
     codes: Codes
     scales: ByGroup
     zeros: ByGroup | None
+    super_scales: ByGroup | None = None
+    offsets: ByGroup | None = None
+    super_offsets: ByGroup | None = None
 
     def __call__(self, box: Box) -> np.ndarray:
-        return _scaled(self.codes, self.scales, self.zeros, box)
+        scales = self.scales if self.super_scales is None else _product(self.scales, self.super_scales)
+        found = _scaled(self.codes, scales, self.zeros, box)
+        if self.offsets is not None:
+            offsets = self.offsets if self.super_offsets is None else _product(self.offsets, self.super_offsets)
+            found -= offsets(box)
+        return found
 
-    @property
-    def groups(self) -> tuple[int, ...] | None:
-        """The number of elements in a row that have one scale and one zero, along each axis, or None if it differs."""
-        groups = self.scales.groups
-        if self.zeros is not None and not all(map(np.array_equal, groups, self.zeros.groups)):
-            return None
-        sizes = tuple(group for group in groups if isinstance(group, int))
-        return sizes if len(sizes) == len(groups) else None
+    def group_along(self, axis: int) -> int | None:
+        """The number of elements in a row that have one scale and one zero or offset, or None if it differs."""
+        return self._size_along(axis, self.scales, self.zeros, self.offsets)
+
+    def super_group_along(self, axis: int) -> int | None:
+        """The number of elements in a row that have one scale of scales, or None if it differs, or there is none."""
+        return None if self.super_scales is None else self._size_along(axis, self.super_scales, self.super_offsets)
+
+    def mapped(self, change: Callable[[Part], Part], groups: Callable[[Sized], Sized]) -> "ScaledCodes":
+        """Returns what `change` makes of each part, and `groups` of the groups of each axis."""
+
+        def changed(values: ByGroup | None) -> ByGroup | None:
+            return None if values is None else ByGroup(change(values.part), groups(values.groups))
+
+        scales = changed(self.scales)
+        assert scales is not None
+        codes = Codes(self.codes.code, change(self.codes.read), self.codes.added)
+        others = (self.zeros, self.super_scales, self.offsets, self.super_offsets)
+        return ScaledCodes(codes, scales, *map(changed, others))
+
+    @staticmethod
+    def _size_along(axis: int, *values: ByGroup | None) -> int | None:
+        sizes = [value.groups[axis] for value in values if value is not None]
+        alike = all(np.array_equal(sizes[0], size) for size in sizes)
+        return sizes[0] if alike and isinstance(sizes[0], int) else None
 
 
 def stored(array: np.ndarray) -> Part:
@@ -168,8 +198,7 @@ def integers(bits: int, added: int = 0) -> np.ndarray:
 def turned(part: Part) -> Part:
     """Returns the transpose of each matrix."""
     if isinstance(part, ScaledCodes):
-        codes = Codes(part.codes.code, turned(part.codes.read), part.codes.added)
-        return ScaledCodes(codes, _turned(part.scales), None if part.zeros is None else _turned(part.zeros))
+        return part.mapped(turned, _swapped)
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
     return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)
@@ -247,8 +276,8 @@ def _looked_up(array: np.ndarray, table: np.ndarray) -> np.ndarray:
     return table[array.view(np.uint8)]
 
 
-def _turned(values: ByGroup) -> ByGroup:
-    return ByGroup(turned(values.part), _swapped(values.groups))
+def _product(one: Part, other: Part) -> Part:
+    return lambda box: one(box) * other(box)
 
 
 def _swapped[Size](sizes: tuple[Size, ...]) -> tuple[Size, ...]:

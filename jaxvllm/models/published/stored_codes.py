@@ -1,16 +1,25 @@
 """`StoredCodes`: what a checkpoint stores of one of our matrices, whose parts may be several tensors."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from jaxvllm.models.forms.few_bits import Elements, StoredAs
+from jaxvllm.models.forms.few_bits import ByElement, Elements, StoredAs
 from jaxvllm.models.published.encoded_files import decoded
-from jaxvllm.models.published.parts import Part, ScaledCodes
+from jaxvllm.models.published.parts import ByGroup, Part, ScaledCodes
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
 from jaxvllm.models.weight_names import Source
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A matrix that is stored in several ways, one after another along an axis: so many elements in each way."""
+
+    axis: int
+    ways: tuple[tuple[int, StoredAs], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,47 +28,102 @@ class StoredCodes:
 
     parts: tuple[tuple[Source, ScaledCodes], ...]
 
-    def stored_as(self, inputs: int) -> StoredAs | None:
-        """Returns how all parts of the matrix, which has so many `inputs`, are stored, or None if no such way has all.
+    def stored_as(self, inputs: int) -> StoredAs | Segments | None:
+        """Returns how all parts of the matrix, which has so many `inputs`, are stored, or None if no form has all.
 
         The groups are those of our matrix: each has consecutive elements of a row.
         """
-        return joined([_stored_as(source, codes, inputs) for source, codes in self.parts], inputs)
+        ways = [_stored_as(source, codes, inputs) for source, codes in self.parts]
+        return joined(ways, inputs) or _segments([source for source, _ in self.parts], ways, inputs)
 
     @property
     def elements(self) -> Elements:
         """The functions that fill parts of our matrix with what is stored of its elements."""
 
-        def fill(part_of: Callable[[ScaledCodes], Part]) -> Fill:
-            return tiled(
-                [
-                    Tile(Box(source.at, source.view), decoded(part_of(codes), source), (0,) * len(source.at))
-                    for source, codes in self.parts
-                ]
-            )
+        def fill(part_of: Callable[[ScaledCodes], Part | None]) -> Fill:
+            found = [(source, part) for source, codes in self.parts if (part := part_of(codes)) is not None]
 
-        return Elements(fill(lambda codes: codes.codes.read), fill(lambda codes: codes.scales), fill(_zeros))
+            def of_groups(group: int) -> Fill | None:
+                tiles = [_tile_of_groups(source, part, group) for source, part in found]
+                known = [tile for tile in tiles if tile is not None]
+                return tiled(known) if len(known) == len(tiles) else None
+
+            tiles = [_tile(source, part) for source, part in found]
+            return ByElement(tiled(tiles), of_groups)
+
+        return Elements(
+            fill(lambda codes: codes.codes.read),
+            fill(lambda codes: codes.scales),
+            fill(_zeros),
+            fill(lambda codes: codes.super_scales),
+            fill(lambda codes: codes.offsets),
+            fill(lambda codes: codes.super_offsets),
+        )
+
+
+def _tile(source: Source, part: Part) -> Tile:
+    return Tile(Box(source.at, source.view), decoded(part, source), (0,) * len(source.at))
+
+
+def _tile_of_groups(source: Source, part: Part, group: int) -> Tile | None:
+    """Returns what fills with one value for each group of elements of a row, if groups of `part` consist of those."""
+    if not isinstance(part, ByGroup) or source.is_turned:
+        return None
+    sizes = (source.shape[-1], source.at[-1], source.view[-1])
+    size = part.groups[-1]
+    if not isinstance(size, int) or any(number % group for number in (size, *sizes)) or sizes[0] != sizes[2]:
+        return None
+    columns, at, count = (number // group for number in sizes)
+    of_groups = ByGroup(part.part, (*part.groups[:-1], size // group))
+    return _tile(
+        replace(source, shape=(*source.shape[:-1], columns), at=(*source.at[:-1], at), view=(*source.view[:-1], count)),
+        of_groups,
+    )
 
 
 def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
     """Returns the way in which matrices of so many `inputs` can all be stored, if each is stored in one of `ways`."""
     found = list(ways)
     known = [way for way in found if way is not None]
-    if not known or len(known) < len(found) or len({way.code for way in known}) > 1:
+    if not known or len(known) < len(found):
+        return None
+    if len({(way.code, way.super_group is None, way.has_offsets) for way in known}) > 1:
         return None
     groups, dtypes = {way.group for way in known}, {way.scale_dtype for way in known}
-    group = None if groups == {None} else math.gcd(*(inputs if size is None else size for size in groups))
+    supers = [way.super_group for way in known if way.super_group is not None]
     return StoredAs(
-        known[0].code, group, dtypes.pop() if len(dtypes) == 1 else "float32", any(way.has_zeros for way in known)
+        known[0].code,
+        None if groups == {None} else math.gcd(*(inputs if size is None else size for size in groups)),
+        dtypes.pop() if len(dtypes) == 1 else "float32",
+        any(way.has_zeros for way in known),
+        super_group=math.gcd(*supers) if supers else None,
+        has_offsets=known[0].has_offsets,
     )
+
+
+def _segments(sources: Sequence[Source], ways: Sequence[StoredAs | None], inputs: int) -> Segments | None:
+    """Returns the ways of a matrix whose sources follow each other along one axis, and have all of the others."""
+    known = [(source, way) for source, way in zip(sources, ways, strict=True) if way is not None]
+    axes = [axis for axis, numbers in enumerate(zip(*(source.at for source in sources), strict=True)) if any(numbers)]
+    if len(known) < len(ways) or len(axes) != 1 or axes == [len(sources[0].at) - 1]:
+        return None
+    [axis] = axes
+    found: list[tuple[int, StoredAs]] = []
+    for source, way in sorted(known, key=lambda one: one[0].at[axis]):
+        if source.at[axis] != sum(size for size, _ in found):
+            return None
+        if found and (both := joined([found[-1][1], way], inputs)) is not None:
+            found[-1] = (found[-1][0] + source.view[axis], both)
+        else:
+            found.append((source.view[axis], way))
+    return Segments(axis, tuple(found))
 
 
 def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | None:
     """Returns how the part of our matrix is stored that `source` tells."""
-    if codes.groups is None:
-        return None
     code, added = codes.codes.code, codes.codes.added
-    has_zeros = codes.zeros is not None or -added != code.zero
+    has_offsets = codes.offsets is not None
+    has_zeros = not has_offsets and (codes.zeros is not None or -added != code.zero)
     if has_zeros and code.name.startswith("float"):
         return None
     start, steps = source.steps()
@@ -67,12 +131,19 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
     if len(along) != 1 or steps[along[0]][-1] != 1:
         return None
     [axis] = along
-    size = codes.groups[axis]
+    if (size := codes.group_along(axis)) is None:
+        return None
+    options: dict[str, Any] = {"has_zeros": has_zeros, "has_offsets": has_offsets}
     if size >= source.shape[axis] and source.view[-1] == inputs:
-        return StoredAs(code, None, codes.scales.dtype, has_zeros)
+        return StoredAs(code, None, codes.scales.dtype, **options)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
     group = math.gcd(size, inputs, start[axis], source.at[-1], source.view[-1], *moves)
-    return StoredAs(code, group, codes.scales.dtype, has_zeros)
+    if codes.super_scales is None:
+        return StoredAs(code, group, codes.scales.dtype, **options)
+    if (above := codes.super_group_along(axis)) is None:
+        return None
+    super_group = math.gcd(above, inputs, start[axis], source.at[-1], source.view[-1], *moves)
+    return StoredAs(code, group, "int8", super_group=super_group, **options)
 
 
 def _zeros(codes: ScaledCodes) -> Part:
