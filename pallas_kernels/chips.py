@@ -96,7 +96,8 @@ class CpuChip:
     @property
     def has_byte_dot(self) -> bool:
         """Whether it multiplies unsigned by signed bytes and adds four products up in int32, in whole vectors."""
-        return "+avx512vnni" in self.features.split(",")
+        known = self.features.split(",")
+        return "+avx512vnni" in known or ("+avxvnni" in known and self.lanes == 8)
 
 
 Chip = TpuChip | GpuChip

@@ -97,9 +97,11 @@ class ResolvedConfig:
         by_tile = self.layout == "separate"
         return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards)
 
-    def draft_forms(self, backend: Backend) -> Forms:
+    def draft_forms(self, backend: Backend, shards: int) -> Forms:
         """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""
-        return Forms.chosen(None, self._kernels(backend), may_turn=False, by_tile=self.layout == "separate")
+        return Forms.chosen(
+            None, self._kernels(backend), may_turn=False, by_tile=self.layout == "separate", shards=shards
+        )
 
     def _kernels(self, backend: Backend) -> Backend:
         """Returns the kernels that multiply by matrices of weights."""

@@ -114,7 +114,8 @@ def _in_parts(
         return None
     found = [(size, _form(way, decl, whole, spread, forms)) for size, way in stored.ways]
     parts = [(size, form) for size, form in found if form is not None]
-    return forms.in_parts(stored.axis, parts) if len(parts) == len(found) else None
+    form = forms.in_parts(stored.axis, parts) if len(parts) == len(found) else None
+    return None if form is None else form.of_matrix(whole)
 
 
 def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, forms: FewBitsForms) -> FewBits | None:
@@ -128,9 +129,10 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
         moves = [number for box, origin in boxes for number in (box.start[-1], box.shape[-1], origin[-1])]
     if moves or group is not None:
         group = math.gcd(inputs, *moves, group or 0)
-    if stored.super_group is not None:
-        stored = replace(stored, super_group=math.gcd(inputs, *moves, stored.super_group))
+    if stored.span is not None:
+        stored = replace(stored, span=math.gcd(inputs, *moves, stored.span))
     if (inputs if group is None else group) % stored.code.per_byte:
         return None
     form = forms.of(stored, group, of_experts=whole.storage == "experts")
+    form = None if form is None else form.of_matrix(whole)
     return form if form is not None and form.takes(inputs) else None

@@ -224,6 +224,20 @@ class Emitter:
     def store_float(self, address: Value, value: Value) -> None:
         self.builder.store(value.ir, self._pointer(address, F32), align=4)
 
+    def load_words(self, address: Value, bits: int = 32) -> Value:
+        """Loads a vector of integers of so many bits, which are not negative, as integers of 32 bits."""
+        loaded = self._load_raw(address, ir.IntType(bits), self.lanes, None)
+        return Value(self, loaded if bits == 32 else self.builder.zext(loaded, ir.VectorType(I32, self.lanes)))
+
+    def splat_word(self, address: Value) -> Value:
+        """Returns the integer of 32 bits at `address` in all lanes."""
+        return self.splat(Value(self, self.builder.load(self._pointer(address, I32), align=1)))
+
+    def store_narrow(self, address: Value, words: Value, bits: int) -> None:
+        """Stores the lowest `bits` of a vector of integers."""
+        narrow = self.builder.trunc(words.ir, ir.VectorType(ir.IntType(bits), words.ir.type.count))
+        self.builder.store(narrow, self._pointer(address, narrow.type), align=bits // 8)
+
     def load(self, address: Value, dtype: str = "float32", mask: Value | None = None) -> Value:
         """Loads a vector of `dtype` as float32. Lanes outside `mask` are 0, and their memory is not read."""
         loaded = self._load_raw(address, _ELEMENTS[dtype], self.lanes, mask)

@@ -24,13 +24,13 @@ class Handler:
     """A kernel for one CPU: `emit(emitter, frame, *options)` emits it."""
 
     emit: Callable[..., None]
-    options: tuple[str, ...]  # dtypes and the like
+    options: tuple[object, ...]  # dtypes and the like, which their texts tell apart
     chip: CpuChip
 
     @property
     def target(self) -> str:
         """The name by which XLA calls it."""
-        return "_".join(("jaxvllm", self.emit.__name__, *self.options, str(self.chip.lanes)))
+        return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes)))
 
     def __call__(self, out: Any, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
@@ -63,8 +64,10 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
+        if (on_cpu := self._on_cpu(stored, group)) is not None:
+            return on_cpu
         if stored.is_nested:
-            return self._nested(stored, group)
+            return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
@@ -88,12 +91,6 @@ class FewBitsForms:
             return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
-    def _nested(self, stored: StoredAs, group: int | None) -> FewBits | None:
-        if not self.by_tile or group is None or group % NestedGroups.UNIT:
-            return None
-        nested = stored.super_group, stored.has_offsets
-        return NestedGroups(stored.code, group, stored.scale_dtype, False, self.shards, *nested)
-
     def in_parts(self, axis: int, parts: Sequence[tuple[int, FewBits]]) -> FewBits | None:
         """Returns the form of a matrix that is cut along an axis into parts of these sizes and forms, if it has one.
 
@@ -101,9 +98,18 @@ class FewBitsForms:
         """
         return InParts(axis, tuple(parts)) if self.by_tile else None
 
+    def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
+        """Returns the form of our integer kernel, if it runs and knows the code, and a device has whole matrices."""
+        chip = self.backend.chip
+        if not isinstance(chip, CpuChip) or self.shards > 1 or not CpuGroups.takes_stored(stored, group):
+            return None
+        return CpuGroups(stored, group, chip)
+
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
+        if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
+            return on_cpu
         if wanted.rounds_tokens and not (of_experts and isinstance(self.backend.chip, TpuChip | GpuChip)):
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:
@@ -168,6 +174,9 @@ class Forms:
 
     def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
         """Returns the form of the array with that name and declaration, of a layer or, with None, outside of them."""
+        return self._usual(name, decl, layer).of_matrix(decl)
+
+    def _usual(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
         if (own := self.own.get((name, layer))) is not None:
             return own
         is_of_layer = layer is not None

@@ -20,14 +20,14 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A way to store a matrix [.., in]: each element is (code - zero) * scale, or code * scale - offset.
+    """A way to store a matrix [.., in]: each element is (code - zero) * scale, or code * scale - min.
 
-    group: how many elements in a row of `in` share a scale, and a zero or an offset, or None: all of them
+    group: how many elements in a row of `in` share a scale, and a zero or a minimum, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
     rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
-    super_group: how many elements in a row share a scale of scales, in float16, or None: there is none. With it, scales
-        and offsets are integers of eight bits at most, by which the scales of scales and of offsets are multiplied
-    has_offsets: whether an offset is subtracted, and no zero
+    span: how many elements in a row share a factor in float16, or None: there are no factors. With them, scales are
+        integers of eight bits at most, and each is multiplied by its factor. Minima have factors of their own
+    has_mins: whether a minimum is subtracted from code * scale, and no zero from the code
     """
 
     code: Code
@@ -35,11 +35,11 @@ class StoredAs:
     scale_dtype: str
     has_zeros: bool = False
     rounds_tokens: bool = False
-    super_group: int | None = None
-    has_offsets: bool = False
+    span: int | None = None
+    has_mins: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.has_zeros and self.has_offsets), self
+        assert not (self.has_zeros and self.has_mins), self
 
     @property
     def is_by_row(self) -> bool:
@@ -49,15 +49,15 @@ class StoredAs:
     @property
     def is_nested(self) -> bool:
         """Whether it takes more than codes, their scales and zeros, or codes that do not fill bytes."""
-        return self.super_group is not None or self.has_offsets or self.code.bits in (5, 6)
+        return self.span is not None or self.has_mins or self.code.bits in (5, 6)
 
 
 @dataclass(frozen=True)
 class ByElement:
     """A function that fills with a value for each element, and is told how to find one for each group sooner.
 
-    of_groups: returns the function that fills with one value for each group of so many elements, or None if it must
-        look at each element
+    of_groups: called with the size of groups: it returns the function that fills with one value for each group, or
+        None if each element must be looked at
     """
 
     of_elements: Fill
@@ -91,16 +91,16 @@ def nothing(out: np.ndarray, start: tuple[int, ...]) -> None:
 class Elements:
     """Functions that fill parts of a matrix with what is stored of each element: its code, its scale, its zero.
 
-    Scales, zeros and offsets fill arrays f32, and codes fill an array with one code in each byte. What is not stored
-    leaves arrays as they are.
+    Scales, zeros, minima and factors fill arrays f32, and codes fill an array with one code in each byte. What is not
+    stored leaves arrays as they are.
     """
 
     codes: Fill
     scales: Fill
     zeros: Fill
-    super_scales: Fill = nothing
-    offsets: Fill = nothing
-    super_offsets: Fill = nothing
+    factors: Fill = nothing
+    mins: Fill = nothing
+    min_factors: Fill = nothing
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of these."""
@@ -109,6 +109,9 @@ class Elements:
 
 class FewBits(Form):
     """A form whose arrays hold the numbers of a checkpoint as they are, so that nothing is decoded to load it."""
+
+    def of_matrix(self, matrix: ParamDecl) -> "FewBits":
+        return self
 
     def takes(self, inputs: int) -> bool:
         """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
@@ -130,7 +133,7 @@ def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:
 def packed(codes: Fill, per_byte: int, first_bit: int = 0) -> Fill:
     """Returns the function that fills with bytes of `per_byte` codes each, the first in the lowest bits.
 
-    Of each code these are the bits from `first_bit` on, as many as there is room for.
+    A byte has those bits of each code that begin with `first_bit`, as many as there is room for.
     """
     bits = 8 // per_byte
 

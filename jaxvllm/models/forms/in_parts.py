@@ -33,6 +33,13 @@ class InParts(FewBits):
     def takes(self, inputs: int) -> bool:
         return all(form.takes(inputs) for _, form in self.parts)
 
+    def of_matrix(self, matrix: ParamDecl) -> "InParts":
+        parts = [
+            (size, form.of_matrix(part))
+            for (size, form), (_, part, _) in zip(self.parts, self._parts(matrix), strict=True)
+        ]
+        return replace(self, parts=tuple(parts))
+
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         return {
             _name(number, name): decl

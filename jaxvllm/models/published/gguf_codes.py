@@ -1,6 +1,6 @@
-"""`StoredType`: what the blocks of a type of ggml have of each number: codes, scales and offsets, as they are stored.
+"""`StoredType`: what the blocks of a type of ggml have of each number: codes, scales and minima, as they are stored.
 
-Source: ggml, `ggml-common.h` and `ggml-quants.c`.
+The layouts are those of ggml (`ggml-common.h` and `ggml-quants.c`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ _Read = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class StoredType:
-    """A type whose blocks have codes in integers, of which groups in a row have a scale, and some an offset.
+    """A type whose blocks have codes in integers, of which groups in a row have a scale, and some a minimum.
 
-    added: what is added to each code, where the type has no offsets
+    added: what is added to each code, where the type has no minima
     scale: the byte at which a block has its scale in half precision
     scales: reads those of the groups of a block, by which that scale is multiplied, or None: there is one group
-    offset, offsets: the same for what is subtracted from each code times its scale
-    sign: of offsets: some types have them negative
+    min, mins: the same for what is subtracted from each code times its scale
+    sign: of minima, which some types have negative
     """
 
     count: int
@@ -35,8 +35,8 @@ class StoredType:
     added: int = 0
     scales: _Read | None = None
     group: int = 32
-    offset: int | None = None
-    offsets: _Read | None = None
+    min: int | None = None
+    mins: _Read | None = None
     sign: int = 1
 
     def part(self, data: np.ndarray) -> ScaledCodes:
@@ -55,12 +55,12 @@ class StoredType:
         supers = None if self.scales is None else by_group(half(self.scale), of_block)
         per_block = self.count // self.group
         scales = by_group(half(self.scale) if self.scales is None else read(self.scales, per_block), of_group)
-        if self.offset is None:
+        if self.min is None:
             return ScaledCodes(codes, scales, None, supers)
-        above = by_group(half(self.offset, self.sign), of_block)
-        if self.offsets is None:
+        above = by_group(half(self.min, self.sign), of_block)
+        if self.mins is None:
             return ScaledCodes(codes, scales, None, supers, above)
-        return ScaledCodes(codes, scales, None, supers, by_group(read(self.offsets, per_block), of_group), above)
+        return ScaledCodes(codes, scales, None, supers, by_group(read(self.mins, per_block), of_group), above)
 
 
 def _of_blocks(blocks: np.ndarray, values: _Read, per_block: int) -> Part:
@@ -113,7 +113,7 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _six_bits(rest: int) -> _Read:
-    """Returns what reads the scales of Q4_K and Q5_K, of which `rest` is 0, or the offsets, whose `rest` is 4.
+    """Returns what reads the scales of Q4_K and Q5_K, of which `rest` is 0, or the minima, whose `rest` is 4.
 
     Both have six bits: the first four of either have a byte each, whose upper two bits are those of the others.
     """
@@ -157,7 +157,7 @@ def _scales_of_q3_k(blocks: np.ndarray) -> np.ndarray:
 # By their numbers in ggml.
 STORED_TYPES: Mapping[int, StoredType] = {
     2: StoredType(32, 18, UINT4, lambda blocks: _nibbles(blocks[..., 2:], 16), 0, -8),  # Q4_0
-    3: StoredType(32, 20, UINT4, lambda blocks: _nibbles(blocks[..., 4:], 16), 0, offset=2, sign=-1),  # Q4_1
+    3: StoredType(32, 20, UINT4, lambda blocks: _nibbles(blocks[..., 4:], 16), 0, min=2, sign=-1),  # Q4_1
     6: StoredType(  # Q5_0
         32, 22, UINT5, lambda blocks: _with_fifths(_nibbles(blocks[..., 6:], 16), _bits(blocks[..., 2:6])), 0, -16
     ),
@@ -167,7 +167,7 @@ STORED_TYPES: Mapping[int, StoredType] = {
         UINT5,
         lambda blocks: _with_fifths(_nibbles(blocks[..., 8:], 16), _bits(blocks[..., 4:8])),
         0,
-        offset=2,
+        min=2,
         sign=-1,
     ),
     8: StoredType(32, 34, INT8, _int8(2, 34), 0),  # Q8_0
@@ -179,8 +179,8 @@ STORED_TYPES: Mapping[int, StoredType] = {
         80,
         scales=lambda blocks: blocks[..., :16] & 15,
         group=16,
-        offset=82,
-        offsets=lambda blocks: blocks[..., :16] >> 4,
+        min=82,
+        mins=lambda blocks: blocks[..., :16] >> 4,
     ),
     11: StoredType(256, 110, UINT4, _q3_k, 108, -8, scales=_scales_of_q3_k, group=16),  # Q3_K
     12: StoredType(  # Q4_K
@@ -190,9 +190,9 @@ STORED_TYPES: Mapping[int, StoredType] = {
         lambda blocks: _nibbles(blocks[..., 16:], 32),
         0,
         scales=_six_bits(0),
-        offset=2,
-        offsets=_six_bits(4),
+        min=2,
+        mins=_six_bits(4),
     ),
-    13: StoredType(256, 176, UINT5, _q5_k, 0, scales=_six_bits(0), offset=2, offsets=_six_bits(4)),  # Q5_K
+    13: StoredType(256, 176, UINT5, _q5_k, 0, scales=_six_bits(0), min=2, mins=_six_bits(4)),  # Q5_K
     14: StoredType(256, 210, UINT6, _q6_k, 208, -32, scales=_int8(192, 208), group=16),  # Q6_K
 }

@@ -76,33 +76,33 @@ class ByGroup:
 
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
-    """The values (codes - zeros) * scales - offsets. Without `zeros` and `offsets`, these are 0.
+    """The values (codes - zeros) * scales - mins. Without `zeros` and `mins`, these are 0.
 
-    Scales may have scales of their own, `super_scales`, and so may offsets.
+    Scales may be multiplied by `factors` before, and mins by `min_factors`.
     """
 
     codes: Codes
     scales: ByGroup
     zeros: ByGroup | None
-    super_scales: ByGroup | None = None
-    offsets: ByGroup | None = None
-    super_offsets: ByGroup | None = None
+    factors: ByGroup | None = None
+    mins: ByGroup | None = None
+    min_factors: ByGroup | None = None
 
     def __call__(self, box: Box) -> np.ndarray:
-        scales = self.scales if self.super_scales is None else _product(self.scales, self.super_scales)
+        scales = self.scales if self.factors is None else _product(self.scales, self.factors)
         found = _scaled(self.codes, scales, self.zeros, box)
-        if self.offsets is not None:
-            offsets = self.offsets if self.super_offsets is None else _product(self.offsets, self.super_offsets)
-            found -= offsets(box)
+        if self.mins is not None:
+            mins = self.mins if self.min_factors is None else _product(self.mins, self.min_factors)
+            found -= mins(box)
         return found
 
     def group_along(self, axis: int) -> int | None:
-        """The number of elements in a row that have one scale and one zero or offset, or None if it differs."""
-        return self._size_along(axis, self.scales, self.zeros, self.offsets)
+        """Returns how many elements in a row have one scale and one zero or minimum, or None if that differs."""
+        return self._size_along(axis, self.scales, self.zeros, self.mins)
 
-    def super_group_along(self, axis: int) -> int | None:
-        """The number of elements in a row that have one scale of scales, or None if it differs, or there is none."""
-        return None if self.super_scales is None else self._size_along(axis, self.super_scales, self.super_offsets)
+    def span_along(self, axis: int) -> int | None:
+        """Returns how many elements in a row have one factor, or None if that differs, or there are no factors."""
+        return None if self.factors is None else self._size_along(axis, self.factors, self.min_factors)
 
     def mapped(self, change: Callable[[Part], Part], groups: Callable[[Sized], Sized]) -> "ScaledCodes":
         """Returns what `change` makes of each part, and `groups` of the groups of each axis."""
@@ -113,7 +113,7 @@ class ScaledCodes:
         scales = changed(self.scales)
         assert scales is not None
         codes = Codes(self.codes.code, change(self.codes.read), self.codes.added)
-        others = (self.zeros, self.super_scales, self.offsets, self.super_offsets)
+        others = (self.zeros, self.factors, self.mins, self.min_factors)
         return ScaledCodes(codes, scales, *map(changed, others))
 
     @staticmethod

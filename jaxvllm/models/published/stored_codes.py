@@ -55,9 +55,9 @@ class StoredCodes:
             fill(lambda codes: codes.codes.read),
             fill(lambda codes: codes.scales),
             fill(_zeros),
-            fill(lambda codes: codes.super_scales),
-            fill(lambda codes: codes.offsets),
-            fill(lambda codes: codes.super_offsets),
+            fill(lambda codes: codes.factors),
+            fill(lambda codes: codes.mins),
+            fill(lambda codes: codes.min_factors),
         )
 
 
@@ -87,17 +87,17 @@ def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
     known = [way for way in found if way is not None]
     if not known or len(known) < len(found):
         return None
-    if len({(way.code, way.super_group is None, way.has_offsets) for way in known}) > 1:
+    if len({(way.code, way.span is None, way.has_mins) for way in known}) > 1:
         return None
     groups, dtypes = {way.group for way in known}, {way.scale_dtype for way in known}
-    supers = [way.super_group for way in known if way.super_group is not None]
+    supers = [way.span for way in known if way.span is not None]
     return StoredAs(
         known[0].code,
         None if groups == {None} else math.gcd(*(inputs if size is None else size for size in groups)),
         dtypes.pop() if len(dtypes) == 1 else "float32",
         any(way.has_zeros for way in known),
-        super_group=math.gcd(*supers) if supers else None,
-        has_offsets=known[0].has_offsets,
+        span=math.gcd(*supers) if supers else None,
+        has_mins=known[0].has_mins,
     )
 
 
@@ -122,8 +122,8 @@ def _segments(sources: Sequence[Source], ways: Sequence[StoredAs | None], inputs
 def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | None:
     """Returns how the part of our matrix is stored that `source` tells."""
     code, added = codes.codes.code, codes.codes.added
-    has_offsets = codes.offsets is not None
-    has_zeros = not has_offsets and (codes.zeros is not None or -added != code.zero)
+    has_mins = codes.mins is not None
+    has_zeros = not has_mins and (codes.zeros is not None or -added != code.zero)
     if has_zeros and code.name.startswith("float"):
         return None
     start, steps = source.steps()
@@ -133,17 +133,17 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
     [axis] = along
     if (size := codes.group_along(axis)) is None:
         return None
-    options: dict[str, Any] = {"has_zeros": has_zeros, "has_offsets": has_offsets}
+    options: dict[str, Any] = {"has_zeros": has_zeros, "has_mins": has_mins}
     if size >= source.shape[axis] and source.view[-1] == inputs:
         return StoredAs(code, None, codes.scales.dtype, **options)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
     group = math.gcd(size, inputs, start[axis], source.at[-1], source.view[-1], *moves)
-    if codes.super_scales is None:
+    if codes.factors is None:
         return StoredAs(code, group, codes.scales.dtype, **options)
-    if (above := codes.super_group_along(axis)) is None:
+    if (above := codes.span_along(axis)) is None:
         return None
-    super_group = math.gcd(above, inputs, start[axis], source.at[-1], source.view[-1], *moves)
-    return StoredAs(code, group, "int8", super_group=super_group, **options)
+    span = math.gcd(above, inputs, start[axis], source.at[-1], source.view[-1], *moves)
+    return StoredAs(code, group, "int8", span=span, **options)
 
 
 def _zeros(codes: ScaledCodes) -> Part:

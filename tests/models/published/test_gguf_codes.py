@@ -18,6 +18,8 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.published import encoded_files
@@ -25,6 +27,8 @@ from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.stored_codes import StoredCodes
 from jaxvllm.models.tiling import Box
 from jaxvllm.models.weight_names import Source
+from pallas_kernels.backend import Backend
+from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.quantized_matmul.code import UINT4, UINT6
 from tests.models.dense import dense_logits
 from tests.models.published.test_stored_bits import load
@@ -57,7 +61,7 @@ def random_blocks(kind: Kind, rows: int, blocks: int) -> np.ndarray:
     size, own = gguf.GGML_QUANT_SIZES[kind][1], STORED_TYPES[kind]
     stream = np.random.default_rng(int(kind))
     data = stream.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
-    for place in (own.scale, own.offset):
+    for place in (own.scale, own.min):
         if place is not None:
             halves = stream.uniform(-1e-2, 1e-2, (rows, blocks, 1)).astype(np.float16)
             data[..., place : place + 2] = halves.view(np.uint8)
@@ -77,10 +81,10 @@ def decoded_arrays(form: NestedGroups, arrays: dict[str, jax.Array]) -> np.ndarr
         found = held[name].astype(np.float32) if name in held else np.ones((1,), np.float32)
         return np.repeat(found, size // found.shape[-1], -1)
 
-    scaled = (codes - np.float32(0 if form.has_offsets else form.code.zero)) * (
-        of_elements("scales") * of_elements("super_scales")
+    scaled = (codes - np.float32(0 if form.has_mins else form.code.zero)) * (
+        of_elements("scales") * of_elements("factors")
     )
-    return scaled - of_elements("offsets") * of_elements("super_offsets") if form.has_offsets else scaled
+    return scaled - of_elements("mins") * of_elements("min_factors") if form.has_mins else scaled
 
 
 def decoded(node: Any) -> np.ndarray:
@@ -95,6 +99,16 @@ def decoded(node: Any) -> np.ndarray:
         own = {name[2:]: array for name, array in node.arrays.items() if name[0] == str(number)}
         parts.append(decoded_arrays(form, own))
     return np.concatenate(parts, node.form.axis)
+
+
+def filled(form: FewBits, matrix: ParamDecl, stored: StoredCodes) -> dict[str, jax.Array]:
+    """The arrays of a matrix that is stored so."""
+    arrays = {}
+    for name, decl in form.declare(matrix).items():
+        array = np.zeros(decl.shape, decl.dtype_in("float32"))
+        form.fills(matrix, stored.elements)[name](array, (0,) * array.ndim)
+        arrays[name] = jnp.asarray(array)
+    return arrays
 
 
 @pytest.mark.parametrize("kind", [Kind(number) for number in STORED_TYPES], ids=lambda kind: kind.name)
@@ -113,17 +127,22 @@ def test_what_a_block_has_of_each_number(kind: Kind, monkeypatch: pytest.MonkeyP
     form = FewBitsForms(by_tile=True).of(way, way.group)
     matrix = ParamDecl((6, 512), (None, None), storage="matrix")
     assert form is not None
-    arrays = {}
-    for name, decl in form.declare(matrix).items():
-        array = np.zeros(decl.shape, decl.dtype_in("float32"))
-        form.fills(matrix, stored.elements)[name](array, (0, 0))
-        arrays[name] = jnp.asarray(array)
+    arrays = filled(form, matrix, stored)
     if isinstance(form, NestedGroups):  # Q4_0 and Q8_0 have scales alone
         np.testing.assert_array_equal(decoded_arrays(form, arrays), expected)
         assert sum(array.nbytes for array in arrays.values()) <= data.nbytes * (2.0 if "Q2" in kind.name else 1.34)
     x = np.random.default_rng(0).normal(size=(3, 512)).astype(np.float32)
     y = jax.jit(lambda x, arrays: form.product(x, arrays, None))(x, arrays)
     np.testing.assert_allclose(y, x @ expected.T, rtol=1e-5, atol=1e-4)
+    # Our kernel rounds tokens, and integers up to 127 are what they are.
+    ours = FewBitsForms(Backend("cpu", host_chip()), True).of(way, way.group)
+    assert ours is not None
+    ours = ours.of_matrix(matrix)
+    assert isinstance(ours, CpuGroups) == (kind not in (Kind.Q4_1, Kind.Q5_1))
+    integers = np.random.default_rng(0).integers(-127, 128, (3, 512)).astype(np.float32)
+    integers[:, ::16] = 127
+    y = jax.jit(lambda x, arrays: ours.product(x, arrays, None))(integers, filled(ours, matrix, stored))
+    np.testing.assert_allclose(y, integers @ expected.T, rtol=1e-5, atol=1e-2)
 
 
 def test_layers_of_q4_k_m_are_kept_and_answer_as_decoded(q4_k_m: Path) -> None:
@@ -138,8 +157,13 @@ def test_layers_of_q4_k_m_are_kept_and_answer_as_decoded(q4_k_m: Path) -> None:
     chex.assert_trees_all_equal(
         jax.tree.map(decoded, params, is_leaf=lambda node: isinstance(node, Matrix)), jax.tree.map(np.asarray, plain)
     )
-    logits, expected = (jax.jit(lambda tree: dense_logits(tree, spec, [5, 6, 7]))(one) for one in (params, plain))
+    by_kernel = load(q4_k_m, Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True)))
+    assert isinstance(by_kernel["layers"][0]["gate_up"].form, CpuGroups)
+    trees = (params, plain, by_kernel)
+    logits, expected, ours = (jax.jit(lambda tree: dense_logits(tree, spec, [5, 6, 7]))(one) for one in trees)
     chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=1e-5)
+    # Tokens are rounded to eight bits.
+    assert np.abs(ours - expected).max() < 0.02 * np.abs(expected).max()
 
 
 def test_devices_share_blocks_out_and_stacks_are_decoded_where_layers_differ(q4_k_m: Path) -> None:
@@ -169,18 +193,18 @@ def test_loading_takes_the_stored_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     assert peak < 1.1 * path.stat().st_size
 
 
-@pytest.mark.parametrize("has_offsets", [False, True])
-def test_new_weights_are_rounded_to_the_nearest(has_offsets: bool) -> None:
+@pytest.mark.parametrize("has_mins", [False, True])
+def test_new_weights_are_rounded_to_the_nearest(has_mins: bool) -> None:
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 512)), jnp.float32).at[0, 3].set(0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    form = NestedGroups(UINT4 if has_offsets else UINT6, 32, "int8", False, 1, 256, has_offsets)
+    form = NestedGroups(UINT4 if has_mins else UINT6, 32, "int8", False, 1, 256, has_mins)
     decls = form.declare(ParamDecl(matrix.shape, (None, None, None), storage="matrix"))
     arrays = form.keep(matrix, dict.fromkeys(decls, place))
     assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
         name: (decl.shape, decl.dtype_in("float32")) for name, decl in decls.items()
     }
     steps = np.repeat(np.asarray(arrays["scales"], np.float32), 32, -1) * np.repeat(
-        np.asarray(arrays["super_scales"], np.float32), 256, -1
+        np.asarray(arrays["factors"], np.float32), 256, -1
     )
     away = np.abs(decoded_arrays(form, arrays) - np.asarray(matrix))
     assert (away[1] < 0.75 * steps[1]).all() and away.max() < 0.3  # half a step, and what scales are rounded by
