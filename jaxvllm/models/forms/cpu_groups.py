@@ -163,12 +163,18 @@ class CpuGroups(FewBits):
             shape = (outs, 1 if size is None else inputs // size)
             return _in_panels(values, dtype, shape, panels.columns, 1, packed)
 
+        def in_words(words: Fill | None, unit: int, packed: _Packed) -> Fill:
+            """Returns the function that fills with words of so many codes, which are there or are packed."""
+            if words is None:
+                return _in_panels(codes, np.uint8, (outs, inputs), panels.columns, unit, packed)
+            return _words_in_panels(words, (outs, inputs // unit), panels)
+
         found = {
-            CODES: _in_panels(codes, np.uint8, (outs, inputs), panels.columns, min(panels.unit, 8), packed_codes),
+            CODES: in_words(elements.words, min(panels.unit, UNITS[4]), packed_codes),
             SCALES: in_groups(as_dtype(of_each(scales), stored.scale_dtype), panels.held_scales),
         }
         if panels.bits in (5, 6):
-            found[HIGH] = _in_panels(codes, np.uint8, (outs, inputs), panels.columns, panels.unit, packed_high)
+            found[HIGH] = in_words(elements.high_words, panels.unit, packed_high)
         if stored.has_zeros:
             found[ZEROS] = in_groups(of_each(elements.zeros), "int16", packed=packed_zeros)
         if stored.has_mins:
@@ -245,6 +251,21 @@ def _in_panels(rows: Fill, dtype: DTypeLike, shape: tuple[int, int], columns: in
             all_others = *(slice(None),) * (others.stop + 1), slice(count)
             index = tuple(slice(begin, begin + length) for begin, length in zip(inner, sizes, strict=True))
             out[box.index(start)] = packed(part)[all_others + index]
+
+    return fill
+
+
+def _words_in_panels(words: Fill, shape: tuple[int, int], panels: CodePanels) -> Fill:
+    """Returns the function that fills panels with words u32 of several codes, with which `words` fills rows."""
+    in_order = _in_panels(words, np.uint32, shape, panels.columns, 1, panels.packed_groups)
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        if out.flags.c_contiguous:
+            in_order(out.view(np.uint32)[..., 0], start[:-1])
+        else:
+            whole = np.zeros(out.shape, np.uint8)
+            fill(whole, start)
+            out[...] = whole
 
     return fill
 

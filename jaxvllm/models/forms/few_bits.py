@@ -3,7 +3,8 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +93,8 @@ class Elements:
     """Functions that fill parts of a matrix with what is stored of each element: its code, its scale, its zero.
 
     Scales, zeros, minima and factors fill arrays f32, and codes fill an array with one code in each byte. What is not
-    stored leaves arrays as they are.
+    stored leaves arrays as they are. Some checkpoints are read faster by words: `words` and `high_words` fill arrays
+    u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`.
     """
 
     codes: Fill
@@ -101,10 +103,17 @@ class Elements:
     factors: Fill = nothing
     mins: Fill = nothing
     min_factors: Fill = nothing
+    words: Fill | None = None
+    high_words: Fill | None = None
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
-        """Returns the functions that `change` makes of these."""
-        return Elements(*(change(getattr(self, field.name)) for field in fields(self)))
+        """Returns the functions that `change` makes of those for single elements."""
+        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:6]))
+
+    def moved(self, by: tuple[int, ...]) -> "Elements":
+        """Returns the functions for the elements that begin there, which is 0 along the inputs."""
+        words, high_words = (fill and moved(fill, by) for fill in (self.words, self.high_words))
+        return replace(self.mapped(partial(moved, by=by)), words=words, high_words=high_words)
 
 
 class FewBits(Form):

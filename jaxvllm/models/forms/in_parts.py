@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.few_bits import Elements, FewBits, moved
+from jaxvllm.models.forms.few_bits import Elements, FewBits
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.tiling import Fill
 
@@ -51,7 +50,7 @@ class InParts(FewBits):
         found: dict[str, Fill] = {}
         for number, (form, part, first) in enumerate(self._parts(matrix)):
             by = tuple(first if axis == self.axis else 0 for axis in range(len(matrix.shape)))
-            own = form.fills(part, elements.mapped(partial(moved, by=by)))
+            own = form.fills(part, elements.moved(by))
             found |= {_name(number, name): fill for name, fill in own.items()}
         return found
 

@@ -10,18 +10,56 @@ import numpy as np
 
 from jaxvllm.models.published.parts import Codes, Part, ScaledCodes, by_group, stored
 from jaxvllm.models.tiling import Box
+from pallas_kernels.integer_matmul.code_panels import UNITS
 from pallas_kernels.quantized_matmul.code import INT8, UINT4, UINT5, UINT6, Code
+
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
 
 # Makes u8[.., blocks, size] to [.., blocks, as many values as a block has].
 _Read = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
+class Nibbles:
+    """Bytes `begin` to `end` of a block have the lower four bits of its codes.
+
+    The lower halves of `run` bytes are those of as many codes, their upper halves those of the next ones, and so on.
+    """
+
+    begin: int
+    end: int
+    run: int
+
+    def codes(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns them one in each byte."""
+        parts = blocks[..., self.begin : self.end].reshape(*blocks.shape[:-1], -1, 1, self.run)
+        found = np.empty((*parts.shape[:-2], 2, self.run), np.uint8)
+        np.bitwise_and(parts[..., 0, :], 15, out=found[..., 0, :])
+        np.right_shift(parts[..., 0, :], 4, out=found[..., 1, :])
+        return found.reshape(*blocks.shape[:-1], -1)
+
+    def words(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns those of eight codes as a word u32, as `CodePanels` has them: a byte has codes i and 4 + i."""
+        pairs = np.ascontiguousarray(blocks[..., self.begin : self.end]).view(np.uint64)  # of four codes and the next
+        runs = []
+        for first_bit in (0, 4):
+            low = pairs >> first_bit if first_bit else pairs.copy()
+            low &= _LOW
+            low |= low >> 28  # the next four codes, whose bits move up by four and down by a word
+            # In pieces of a run, which NumPy copies as single numbers.
+            runs.append(low.astype(np.uint32).view(f"V{self.run // 2}"))
+        return np.stack(runs, axis=-1).view(np.uint32).reshape(*blocks.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
 class StoredType:
     """A type whose blocks have codes in integers, of which groups in a row have a scale, and some a minimum.
 
-    added: what is added to each code, where the type has no minima
+    codes: where codes of four to six bits are, or what reads others
     scale: the byte at which a block has its scale in half precision
+    high: reads the upper bits of codes of five and six bits
+    high_words: reads those of 32 or 16 codes as a word u32, as `CodePanels` has them
+    added: what is added to each code, where the type has no minima
     scales: reads those of the groups of a block, by which that scale is multiplied, or None: there is one group
     min, mins: the same for what is subtracted from each code times its scale
     sign: of minima, which some types have negative
@@ -30,9 +68,11 @@ class StoredType:
     count: int
     size: int
     code: Code
-    codes: _Read
+    codes: Nibbles | _Read
     scale: int
     added: int = 0
+    high: _Read | None = None
+    high_words: _Read | None = None
     scales: _Read | None = None
     group: int = 32
     min: int | None = None
@@ -47,20 +87,32 @@ class StoredType:
             found = stored(blocks[..., at : at + 2].view(np.float16)[..., 0])
             return found if sign > 0 else lambda box: -found(box)
 
-        def read(values: _Read, per_block: int) -> Part:
-            return _of_blocks(blocks, values, per_block)
+        def read(values: _Read, count: int) -> Part:
+            """Returns the numbers of which one stands for so many of the matrix."""
+            return _of_blocks(blocks, values, self.count // count)
 
-        codes = Codes(self.code, read(self.codes, self.count), self.added)
+        words, high_words = None, None
+        if isinstance(self.codes, Nibbles):
+            words = read(self.codes.words, UNITS[4])
+            high_words = None if self.high_words is None else read(self.high_words, UNITS[self.code.bits])
+        codes = Codes(self.code, read(self._codes, 1), self.added, words, high_words)
         of_block, of_group = (1, self.count), (1, self.group)
-        supers = None if self.scales is None else by_group(half(self.scale), of_block)
-        per_block = self.count // self.group
-        scales = by_group(half(self.scale) if self.scales is None else read(self.scales, per_block), of_group)
+        factors = None if self.scales is None else by_group(half(self.scale), of_block)
+        scales = by_group(half(self.scale) if self.scales is None else read(self.scales, self.group), of_group)
         if self.min is None:
-            return ScaledCodes(codes, scales, None, supers)
+            return ScaledCodes(codes, scales, None, factors)
         above = by_group(half(self.min, self.sign), of_block)
         if self.mins is None:
-            return ScaledCodes(codes, scales, None, supers, above)
-        return ScaledCodes(codes, scales, None, supers, by_group(read(self.mins, per_block), of_group), above)
+            return ScaledCodes(codes, scales, None, factors, above)
+        return ScaledCodes(codes, scales, None, factors, by_group(read(self.mins, self.group), of_group), above)
+
+    def _codes(self, blocks: np.ndarray) -> np.ndarray:
+        if not isinstance(self.codes, Nibbles):
+            return self.codes(blocks)
+        found = self.codes.codes(blocks)
+        if self.high is not None:
+            found |= self.high(blocks) << 4
+        return found
 
 
 def _of_blocks(blocks: np.ndarray, values: _Read, per_block: int) -> Part:
@@ -76,40 +128,44 @@ def _of_blocks(blocks: np.ndarray, values: _Read, per_block: int) -> Part:
     return part
 
 
-def _nibbles(data: np.ndarray, run: int) -> np.ndarray:
-    """Returns the lower four bits of `run` bytes, then their upper ones, then those of the next bytes."""
-    parts = data.reshape(*data.shape[:-1], -1, 1, run)
-    found = np.empty((*parts.shape[:-2], 2, run), np.uint8)
-    np.bitwise_and(parts[..., 0, :], 15, out=found[..., 0, :])
-    np.right_shift(parts[..., 0, :], 4, out=found[..., 1, :])
-    return found.reshape(*data.shape[:-1], -1)
+def _words(data: np.ndarray) -> np.ndarray:
+    """Returns bytes u8[.., 4 n] as words u32[.., n]."""
+    return np.ascontiguousarray(data).view(np.uint32)
 
 
-def _with_fifths(nibbles: np.ndarray, fifths: np.ndarray) -> np.ndarray:
-    nibbles |= fifths << 4
-    return nibbles
+def _spread_bits(begin: int, end: int) -> _Read:
+    """Returns what reads each bit of some bytes, the lowest first."""
+    return lambda blocks: np.unpackbits(np.ascontiguousarray(blocks[..., begin:end]), axis=-1, bitorder="little")
 
 
-def _bits(words: np.ndarray) -> np.ndarray:
-    """Returns each bit of u8[.., 4], the lowest first: [.., 32]."""
-    return np.unpackbits(np.ascontiguousarray(words), axis=-1, bitorder="little")
-
-
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
+def _high_of_q5_k(blocks: np.ndarray) -> np.ndarray:
     fifths = (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return _with_fifths(_nibbles(blocks[..., 48:], 32), fifths.reshape(*blocks.shape[:-1], 256))
+    return fifths.reshape(*blocks.shape[:-1], 256)
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    low = blocks[..., :128].reshape(*blocks.shape[:-1], 2, 2, 32)
-    high = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32)
-    found = np.empty((*blocks.shape[:-1], 2, 4, 32), np.uint8)
-    for k in range(4):
-        np.bitwise_and(high >> (2 * k) if k else high, 3, out=found[..., k, :])
-        found[..., k, :] <<= 4
-        nibble = low[..., k % 2, :]
-        found[..., k, :] |= nibble >> 4 if k > 1 else nibble & 15
-    return found.reshape(*blocks.shape[:-1], 256)
+def _high_words_of_q5_k(blocks: np.ndarray) -> np.ndarray:
+    """Returns a word for each of eight groups of 32. Bit j of its bytes has number j of eight stored words."""
+    words = _words(blocks[..., 16:48])
+    found = np.zeros((*blocks.shape[:-1], 8), np.uint32)
+    for group in range(8):
+        for j in range(8):
+            found[..., group] |= (words[..., j] >> group & 0x01010101) << j
+    return found
+
+
+def _high_of_q6_k(blocks: np.ndarray) -> np.ndarray:
+    pairs = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return (pairs & 3).reshape(*blocks.shape[:-1], 256)
+
+
+def _high_words_of_q6_k(blocks: np.ndarray) -> np.ndarray:
+    """Returns a word for each half of eight groups of 32. Bits 2 j of its bytes have number j of four stored words."""
+    words = _words(blocks[..., 128:192]).reshape(*blocks.shape[:-1], 2, 2, 4)
+    found = np.zeros((*blocks.shape[:-1], 2, 4, 2), np.uint32)
+    for group in range(4):
+        for j in range(4):
+            found[..., group, :] |= (words[..., j] >> 2 * group & 0x03030303) << 2 * j
+    return found.reshape(*blocks.shape[:-1], 16)
 
 
 def _six_bits(rest: int) -> _Read:
@@ -156,20 +212,10 @@ def _scales_of_q3_k(blocks: np.ndarray) -> np.ndarray:
 
 # By their numbers in ggml.
 STORED_TYPES: Mapping[int, StoredType] = {
-    2: StoredType(32, 18, UINT4, lambda blocks: _nibbles(blocks[..., 2:], 16), 0, -8),  # Q4_0
-    3: StoredType(32, 20, UINT4, lambda blocks: _nibbles(blocks[..., 4:], 16), 0, min=2, sign=-1),  # Q4_1
-    6: StoredType(  # Q5_0
-        32, 22, UINT5, lambda blocks: _with_fifths(_nibbles(blocks[..., 6:], 16), _bits(blocks[..., 2:6])), 0, -16
-    ),
-    7: StoredType(  # Q5_1
-        32,
-        24,
-        UINT5,
-        lambda blocks: _with_fifths(_nibbles(blocks[..., 8:], 16), _bits(blocks[..., 4:8])),
-        0,
-        min=2,
-        sign=-1,
-    ),
+    2: StoredType(32, 18, UINT4, Nibbles(2, 18, 16), 0, -8),  # Q4_0
+    3: StoredType(32, 20, UINT4, Nibbles(4, 20, 16), 0, min=2, sign=-1),  # Q4_1
+    6: StoredType(32, 22, UINT5, Nibbles(6, 22, 16), 0, -16, _spread_bits(2, 6)),  # Q5_0
+    7: StoredType(32, 24, UINT5, Nibbles(8, 24, 16), 0, 0, _spread_bits(4, 8), min=2, sign=-1),  # Q5_1
     8: StoredType(32, 34, INT8, _int8(2, 34), 0),  # Q8_0
     10: StoredType(  # Q2_K
         256,
@@ -184,15 +230,31 @@ STORED_TYPES: Mapping[int, StoredType] = {
     ),
     11: StoredType(256, 110, UINT4, _q3_k, 108, -8, scales=_scales_of_q3_k, group=16),  # Q3_K
     12: StoredType(  # Q4_K
+        256, 144, UINT4, Nibbles(16, 144, 32), 0, scales=_six_bits(0), min=2, mins=_six_bits(4)
+    ),
+    13: StoredType(  # Q5_K
         256,
-        144,
-        UINT4,
-        lambda blocks: _nibbles(blocks[..., 16:], 32),
+        176,
+        UINT5,
+        Nibbles(48, 176, 32),
         0,
+        0,
+        _high_of_q5_k,
+        _high_words_of_q5_k,
         scales=_six_bits(0),
         min=2,
         mins=_six_bits(4),
     ),
-    13: StoredType(256, 176, UINT5, _q5_k, 0, scales=_six_bits(0), min=2, mins=_six_bits(4)),  # Q5_K
-    14: StoredType(256, 210, UINT6, _q6_k, 208, -32, scales=_int8(192, 208), group=16),  # Q6_K
+    14: StoredType(  # Q6_K
+        256,
+        210,
+        UINT6,
+        Nibbles(0, 128, 64),
+        208,
+        -32,
+        _high_of_q6_k,
+        _high_words_of_q6_k,
+        scales=_int8(192, 208),
+        group=16,
+    ),
 }

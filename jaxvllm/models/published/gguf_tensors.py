@@ -144,8 +144,7 @@ class GgufTensors:
         codes = kind.part(self.mapped[tensor.path][start : start + size].reshape(-1, row_bytes))
         if (heads := self._turned_heads(source.name)) is None:
             return codes
-        rows = _halves(found[0], heads)
-        return codes.mapped(lambda part: by_group(part, (rows, 1)), lambda groups: groups)
+        return codes.with_rows(_halves(found[0], heads))
 
     def _turned_heads(self, name: str) -> int | None:
         """Returns how many heads a tensor has whose rows are stored for a rope that turns neighbours."""

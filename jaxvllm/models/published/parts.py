@@ -34,11 +34,15 @@ class Codes:
     """The values of codes, to each of which `added` is added.
 
     read: returns the codes of a box, one in each byte
+    words, high_words: return the lower and the upper bits of several codes as a word u32, as `CodePanels` has them, for
+        a box of a matrix with one number for these codes
     """
 
     code: Code
     read: Part
     added: int = 0
+    words: Part | None = None
+    high_words: Part | None = None
 
     def __call__(self, box: Box) -> np.ndarray:
         return _looked_up(self.read(box), self.code.table + np.float32(self.added))
@@ -104,17 +108,25 @@ class ScaledCodes:
         """Returns how many elements in a row have one factor, or None if that differs, or there are no factors."""
         return None if self.factors is None else self._size_along(axis, self.factors, self.min_factors)
 
-    def mapped(self, change: Callable[[Part], Part], groups: Callable[[Sized], Sized]) -> "ScaledCodes":
-        """Returns what `change` makes of each part, and `groups` of the groups of each axis."""
+    def with_rows(self, rows: np.ndarray) -> "ScaledCodes":
+        """Returns the matrix whose rows are these rows of this one."""
 
-        def changed(values: ByGroup | None) -> ByGroup | None:
-            return None if values is None else ByGroup(change(values.part), groups(values.groups))
+        def change(part: Part) -> Part:
+            return by_group(part, (rows, 1))
 
-        scales = changed(self.scales)
-        assert scales is not None
-        codes = Codes(self.codes.code, change(self.codes.read), self.codes.added)
+        codes, words = self.codes, (self.codes.words, self.codes.high_words)
+        changed = Codes(codes.code, change(codes.read), codes.added, *(one and change(one) for one in words))
+        return self._mapped(changed, lambda values: ByGroup(change(values.part), values.groups))
+
+    @property
+    def turned(self) -> "ScaledCodes":
+        """The transpose."""
+        codes = Codes(self.codes.code, turned(self.codes.read), self.codes.added)
+        return self._mapped(codes, lambda values: ByGroup(turned(values.part), _swapped(values.groups)))
+
+    def _mapped(self, codes: Codes, change: Callable[[ByGroup], ByGroup]) -> "ScaledCodes":
         others = (self.zeros, self.factors, self.mins, self.min_factors)
-        return ScaledCodes(codes, scales, *map(changed, others))
+        return ScaledCodes(codes, change(self.scales), *(one and change(one) for one in others))
 
     @staticmethod
     def _size_along(axis: int, *values: ByGroup | None) -> int | None:
@@ -198,7 +210,7 @@ def integers(bits: int, added: int = 0) -> np.ndarray:
 def turned(part: Part) -> Part:
     """Returns the transpose of each matrix."""
     if isinstance(part, ScaledCodes):
-        return part.mapped(turned, _swapped)
+        return part.turned
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
     return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)

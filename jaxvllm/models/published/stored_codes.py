@@ -12,6 +12,7 @@ from jaxvllm.models.published.encoded_files import decoded
 from jaxvllm.models.published.parts import ByGroup, Part, ScaledCodes
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
 from jaxvllm.models.weight_names import Source
+from pallas_kernels.integer_matmul.code_panels import UNITS
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class StoredCodes:
             found = [(source, part) for source, codes in self.parts if (part := part_of(codes)) is not None]
 
             def of_groups(group: int) -> Fill | None:
-                tiles = [_tile_of_groups(source, part, group) for source, part in found]
-                known = [tile for tile in tiles if tile is not None]
-                return tiled(known) if len(known) == len(tiles) else None
+                return _if_all(_tile_of_groups(source, part, group) for source, part in found)
 
-            tiles = [_tile(source, part) for source, part in found]
-            return ByElement(tiled(tiles), of_groups)
+            return ByElement(tiled([_tile(source, part) for source, part in found]), of_groups)
+
+        parts = [(source, codes.codes, UNITS[codes.codes.code.bits]) for source, codes in self.parts]
+        low = (_tile_of_words(source, codes.words, UNITS[4]) for source, codes, unit in parts if unit >= UNITS[4])
+        high = (_tile_of_words(source, codes.high_words, unit) for source, codes, unit in parts if unit > UNITS[4])
 
         return Elements(
             fill(lambda codes: codes.codes.read),
@@ -58,6 +60,8 @@ class StoredCodes:
             fill(lambda codes: codes.factors),
             fill(lambda codes: codes.mins),
             fill(lambda codes: codes.min_factors),
+            _if_all(low),
+            _if_all(high),
         )
 
 
@@ -67,18 +71,32 @@ def _tile(source: Source, part: Part) -> Tile:
 
 def _tile_of_groups(source: Source, part: Part, group: int) -> Tile | None:
     """Returns what fills with one value for each group of elements of a row, if groups of `part` consist of those."""
-    if not isinstance(part, ByGroup) or source.is_turned:
+    narrow = _narrowed(source, group)
+    if narrow is None or not isinstance(part, ByGroup) or not isinstance(size := part.groups[-1], int) or size % group:
         return None
+    return _tile(narrow, ByGroup(part.part, (*part.groups[:-1], size // group)))
+
+
+def _tile_of_words(source: Source, words: Part | None, unit: int) -> Tile | None:
+    """Returns what fills with one of `words` for so many codes, if there are any and the rows are whole ones."""
+    narrow = _narrowed(source, unit)
+    return None if narrow is None or words is None else _tile(narrow, words)
+
+
+def _narrowed(source: Source, group: int) -> Source | None:
+    """Returns the source where so many elements of a row are one, if its rows are whole rows of the tensor."""
     sizes = (source.shape[-1], source.at[-1], source.view[-1])
-    size = part.groups[-1]
-    if not isinstance(size, int) or any(number % group for number in (size, *sizes)) or sizes[0] != sizes[2]:
+    if source.is_turned or sizes[0] != sizes[2] or any(size % group for size in sizes):
         return None
-    columns, at, count = (number // group for number in sizes)
-    of_groups = ByGroup(part.part, (*part.groups[:-1], size // group))
-    return _tile(
-        replace(source, shape=(*source.shape[:-1], columns), at=(*source.at[:-1], at), view=(*source.view[:-1], count)),
-        of_groups,
-    )
+    shape, at, view = ((*of[:-1], of[-1] // group) for of in (source.shape, source.at, source.view))
+    return replace(source, shape=shape, at=at, view=view)
+
+
+def _if_all(tiles: Iterable[Tile | None]) -> Fill | None:
+    """Returns the function that fills with all tiles, or None where one is missing, or there are none."""
+    found = list(tiles)
+    known = [tile for tile in found if tile is not None]
+    return tiled(known) if known and len(known) == len(found) else None
 
 
 def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
