@@ -189,7 +189,7 @@ class Forms:
             return self.experts
         if decl.storage == "matrix":
             # An array that declares a dtype, such as a router, is never quantized.
-            return _if_smaller(self.layers, decl) if is_of_layer and decl.dtype is None else self.head
+            return _if_smaller(self.layers.of_matrix(decl), decl) if is_of_layer and decl.dtype is None else self.head
         return PLAIN
 
     def kept(
