@@ -5,7 +5,10 @@ gives it to `register_code` before a program is loaded: nothing is emitted or co
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from threading import Lock
@@ -37,13 +40,38 @@ class Handler:
 
         `out` is the shape of its result, or a list of these.
         """
-        _registered().add(self.target, self._compile)
+        if (submit := _SUBMIT.get()) is None:
+            _registered().add(self.target, self._compile)
+        else:
+            submit(_registered().add, self.target, self._compile)
         return jax.ffi.ffi_call(self.target, out)(*arguments)
 
     def _compile(self) -> bytes:
         from pallas_kernels.cpu.machine_code import compile_handler
 
         return compile_handler(self.target, lambda e, frame: self.emit(e, frame, *self.options), self.chip)
+
+
+# What takes a kernel to be compiled, where another thread does that.
+_SUBMIT: ContextVar[Callable[..., object] | None] = ContextVar("submit", default=None)
+
+
+@contextmanager
+def compiled_by_another_thread() -> Iterator[None]:
+    """Has another thread compile the kernels that this one names within. All are registered when it ends.
+
+    So a function is traced while LLVM, which does not hold Python's lock, compiles what it has called. No program that
+    calls these kernels may be compiled before the end.
+    """
+    kernels: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as thread:
+        token = _SUBMIT.set(lambda *call: kernels.append(thread.submit(*call)))
+        try:
+            yield
+        finally:
+            _SUBMIT.reset(token)
+    for kernel in kernels:
+        kernel.result()
 
 
 def registered_code() -> dict[str, bytes]:
