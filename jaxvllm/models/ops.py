@@ -157,6 +157,12 @@ def look_up(table: jax.Array | Matrix, numbers: jax.Array) -> jax.Array:
     return form.look_up(arrays, numbers)
 
 
+def row_dtype(table: jax.Array | Matrix) -> DTypeLike:
+    """Returns the dtype of the rows of a table."""
+    form, [arrays] = _opened([table])
+    return form.row_dtype(arrays)
+
+
 def rows_of(table: jax.Array | Matrix) -> jax.Array:
     """Returns the array of a table, which has its rows, and perhaps more in each."""
     _, [arrays] = _opened([table])

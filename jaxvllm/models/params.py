@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
-from jaxvllm.models.ops import rows_of
+from jaxvllm.models.ops import row_dtype
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from sharding.placement import place
@@ -108,7 +108,7 @@ def head_of(params: Params) -> Params:
 
 def activation_dtype(params: Params) -> Any:
     """Returns the dtype that the layers compute in, whatever the forms of their matrices are."""
-    return rows_of(params["embed"]).dtype
+    return row_dtype(params["embed"])
 
 
 def num_parameters(spec: ModelSpec) -> int:

@@ -93,7 +93,8 @@ def _forms(
         return found
     for name, whole, layers in kinds:
         # An array that declares a dtype, such as a router, has that dtype, whatever a checkpoint stores.
-        if whole.storage not in ("matrix", "experts") or whole.dtype is not None:
+        is_table = whole.storage in ("table", "tied_table")
+        if not (is_table or whole.storage in ("matrix", "experts")) or whole.dtype is not None:
             continue
         decl = declaration(spread.spec, name, layers[0])
         stored = way(name, decl, layers)
@@ -101,6 +102,8 @@ def _forms(
             form = _in_parts(stored, decl, whole, spread, forms.stored)
         else:
             form = None if stored is None else _form(stored, decl, whole, spread, forms.stored)
+        if is_table:
+            form = None if form is None else form.of_table(whole, dtype)
         if form is not None and form.saves(whole, dtype):
             found |= {(name, layer): form for layer in layers}
     return found

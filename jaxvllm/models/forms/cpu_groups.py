@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -36,6 +37,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     UNITS,
     ZEROS,
 )
+from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
 from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, Code
 
 # So many codes are put in order together.
@@ -77,6 +79,9 @@ class CpuGroups(FewBits):
             assert nested is not None, "the kernel takes no groups that XLA does not"
             return nested
         return ScaledGroups(self.stored.code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
+
+    def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "CodeTable | None":
+        return CodeTable(self, table.shape[1], jnp.dtype(dtype).name) if len(table.shape) == 2 else None
 
     def panels(self, inputs: int) -> CodePanels:
         """Returns how matrices with so many inputs lie."""
@@ -218,6 +223,43 @@ class CpuGroups(FewBits):
 
     def _options(self, x: jax.Array) -> dict[str, Any]:
         return {"panels": self.panels(x.shape[1]), "outs": self.outs[-1], "chip": self.chip}
+
+
+@dataclass(frozen=True)
+class CodeTable(FewBits):
+    """A table [V, in] in the arrays of `CpuGroups`: rows are decoded when they are looked up. It may be the LM head.
+
+    dtype: of rows that are looked up, which is that of the layers
+    """
+
+    groups: CpuGroups
+    inputs: int
+    dtype: str
+
+    def of_matrix(self, matrix: ParamDecl) -> FewBits:
+        groups = self.groups.of_matrix(matrix)
+        assert isinstance(groups, CpuGroups), "the form was chosen for this table"
+        return replace(self, groups=groups)
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        return self.groups.declare(matrix)
+
+    def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
+        return self.groups.fills(matrix, elements)
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        return self.groups.keep(matrix, shardings)
+
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        return self.groups.product(x, arrays, dtype, is_slice)
+
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        [num_rows] = self.groups.outs
+        rows = jnp.clip(numbers, 0, num_rows - 1)
+        return decoded_rows(self.groups.panels(self.inputs), arrays, rows, self.inputs).astype(self.dtype)
+
+    def row_dtype(self, arrays: Arrays) -> DTypeLike:
+        return self.dtype
 
 
 def _stacks(experts: Experts) -> Sequence[Arrays]:

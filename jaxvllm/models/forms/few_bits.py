@@ -122,6 +122,10 @@ class FewBits(Form):
     def of_matrix(self, matrix: ParamDecl) -> "FewBits":
         return self
 
+    def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "FewBits | None":
+        """Returns the form of a table, of which rows are looked up in `dtype`, if there is one with these arrays."""
+        return None
+
     def takes(self, inputs: int) -> bool:
         """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
         return True

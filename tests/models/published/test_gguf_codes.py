@@ -18,10 +18,11 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
-from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
+from jaxvllm.models.ops import look_up
 from jaxvllm.models.published import encoded_files
 from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.stored_codes import StoredCodes
@@ -143,6 +144,10 @@ def test_what_a_block_has_of_each_number(kind: Kind, monkeypatch: pytest.MonkeyP
     integers[:, ::16] = 127
     y = jax.jit(lambda x, arrays: ours.product(x, arrays, None))(integers, filled(ours, matrix, stored))
     np.testing.assert_allclose(y, integers @ expected.T, rtol=1e-5, atol=1e-2)
+    if (table := ours.of_table(matrix, "float32")) is not None:
+        arrays = filled(table, matrix, stored)
+        rows = jax.jit(lambda arrays, numbers: table.look_up(arrays, numbers))(arrays, np.array([5, 1], np.int32))
+        np.testing.assert_array_equal(rows, expected[[5, 1]])
 
 
 def test_layers_of_q4_k_m_are_kept_and_answer_as_decoded(q4_k_m: Path) -> None:
@@ -159,9 +164,13 @@ def test_layers_of_q4_k_m_are_kept_and_answer_as_decoded(q4_k_m: Path) -> None:
     )
     by_kernel = load(q4_k_m, Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True)))
     assert isinstance(by_kernel["layers"][0]["gate_up"].form, CpuGroups)
+    assert isinstance(by_kernel["embed"].form, CodeTable)
     trees = (params, plain, by_kernel)
     logits, expected, ours = (jax.jit(lambda tree: dense_logits(tree, spec, [5, 6, 7]))(one) for one in trees)
     chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=1e-5)
+    # The embedding is the LM head, too. Its rows are looked up, and numbers beyond it are those of its last row.
+    rows = jax.jit(look_up)(by_kernel["embed"], np.array([0, 7, 399, 500], np.int32))
+    np.testing.assert_array_equal(rows, np.asarray(plain["embed"])[[0, 7, 399, 399]])
     # Tokens are rounded to eight bits.
     assert np.abs(ours - expected).max() < 0.02 * np.abs(expected).max()
 
