@@ -5,6 +5,7 @@ The layouts are those of ggml (`ggml-common.h` and `ggml-quants.c`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from jaxvllm.models.tiling import Box
 from pallas_kernels.integer_matmul.code_panels import UNITS
 from pallas_kernels.quantized_matmul.code import INT8, UINT4, UINT5, UINT6, Code
 
-_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
+_LOW, _PAIRS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
 
 # Makes u8[.., blocks, size] to [.., blocks, as many values as a block has].
 _Read = Callable[[np.ndarray], np.ndarray]
@@ -41,14 +42,16 @@ class Nibbles:
     def words(self, blocks: np.ndarray) -> np.ndarray:
         """Returns those of eight codes as a word u32, as `CodePanels` has them: a byte has codes i and 4 + i."""
         pairs = np.ascontiguousarray(blocks[..., self.begin : self.end]).view(np.uint64)  # of four codes and the next
-        runs = []
-        for first_bit in (0, 4):
-            low = pairs >> first_bit if first_bit else pairs.copy()
-            low &= _LOW
+        # NumPy copies runs of a few bytes fast if they are single numbers.
+        piece = np.dtype(np.complex128 if self.run > 16 else np.uint64)
+        count = self.run // 2 // piece.itemsize
+        found = np.empty((*blocks.shape[:-1], (self.end - self.begin) // self.run, 2, count), piece)
+        for half, low in enumerate((pairs & _LOW, pairs >> 4 & _LOW)):
             low |= low >> 28  # the next four codes, whose bits move up by four and down by a word
-            # In pieces of a run, which NumPy copies as single numbers.
-            runs.append(low.astype(np.uint32).view(f"V{self.run // 2}"))
-        return np.stack(runs, axis=-1).view(np.uint32).reshape(*blocks.shape[:-1], -1)
+            runs = low.astype(np.uint32).view(piece).reshape(*found.shape[:-2], count)
+            for i in range(count):
+                found[..., half, i] = runs[..., i]
+        return found.reshape(*blocks.shape[:-1], -1).view(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,6 @@ def _of_blocks(blocks: np.ndarray, values: _Read, per_block: int) -> Part:
     return part
 
 
-def _words(data: np.ndarray) -> np.ndarray:
-    """Returns bytes u8[.., 4 n] as words u32[.., n]."""
-    return np.ascontiguousarray(data).view(np.uint32)
-
-
 def _spread_bits(begin: int, end: int) -> _Read:
     """Returns what reads each bit of some bytes, the lowest first."""
     return lambda blocks: np.unpackbits(np.ascontiguousarray(blocks[..., begin:end]), axis=-1, bitorder="little")
@@ -145,12 +143,12 @@ def _high_of_q5_k(blocks: np.ndarray) -> np.ndarray:
 
 def _high_words_of_q5_k(blocks: np.ndarray) -> np.ndarray:
     """Returns a word for each of eight groups of 32. Bit j of its bytes has number j of eight stored words."""
-    words = _words(blocks[..., 16:48])
-    found = np.zeros((*blocks.shape[:-1], 8), np.uint32)
-    for group in range(8):
-        for j in range(8):
-            found[..., group] |= (words[..., j] >> group & 0x01010101) << j
-    return found
+    words = np.ascontiguousarray(blocks[..., 16:48]).view(np.uint32)
+    every = [np.ascontiguousarray(words[..., j]) for j in range(8)]
+    groups = [
+        reduce(np.bitwise_or, [(word >> group & 0x01010101) << j for j, word in enumerate(every)]) for group in range(8)
+    ]
+    return np.stack(groups, axis=-1)
 
 
 def _high_of_q6_k(blocks: np.ndarray) -> np.ndarray:
@@ -160,12 +158,14 @@ def _high_of_q6_k(blocks: np.ndarray) -> np.ndarray:
 
 def _high_words_of_q6_k(blocks: np.ndarray) -> np.ndarray:
     """Returns a word for each half of eight groups of 32. Bits 2 j of its bytes have number j of four stored words."""
-    words = _words(blocks[..., 128:192]).reshape(*blocks.shape[:-1], 2, 2, 4)
-    found = np.zeros((*blocks.shape[:-1], 2, 4, 2), np.uint32)
-    for group in range(4):
-        for j in range(4):
-            found[..., group, :] |= (words[..., j] >> 2 * group & 0x03030303) << 2 * j
-    return found.reshape(*blocks.shape[:-1], 16)
+    words = np.ascontiguousarray(blocks[..., 128:192]).view(np.uint32).reshape(*blocks.shape[:-1], 2, 2, 4)
+    # Both halves of a group are one number.
+    every = [np.ascontiguousarray(words[..., j]).view(np.uint64)[..., 0] for j in range(4)]
+    groups = [
+        reduce(np.bitwise_or, [(word >> 2 * group & _PAIRS) << 2 * j for j, word in enumerate(every)])
+        for group in range(4)
+    ]
+    return np.stack(groups, axis=-1).reshape(*blocks.shape[:-1], -1).view(np.uint32)
 
 
 def _six_bits(rest: int) -> _Read:

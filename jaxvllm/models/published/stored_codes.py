@@ -47,7 +47,10 @@ class StoredCodes:
             def of_groups(group: int) -> Fill | None:
                 return _if_all(_tile_of_groups(source, part, group) for source, part in found)
 
-            return ByElement(tiled([_tile(source, part) for source, part in found]), of_groups)
+            def of_elements(out: np.ndarray, start: tuple[int, ...]) -> None:
+                tiled([_tile(source, part) for source, part in found])(out, start)  # few are needed
+
+            return ByElement(of_elements, of_groups)
 
         parts = [(source, codes.codes, UNITS[codes.codes.code.bits]) for source, codes in self.parts]
         low = (_tile_of_words(source, codes.words, UNITS[4]) for source, codes, unit in parts if unit >= UNITS[4])
