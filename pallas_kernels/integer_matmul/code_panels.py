@@ -17,6 +17,8 @@ MOST_TOGETHER = 128
 SCALE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e8m0fnu": 1, "float8_e4m3fn": 1, "int8": 1, "uint8": 1,
 }  # fmt: skip
+# The inputs whose codes lie together, by the bits of a code.
+UNITS = {4: 8, 5: 32, 6: 16, 8: 4}
 Offsets = Literal["none", "zeros", "mins"]
 
 
@@ -70,7 +72,7 @@ class CodePanels:
     @property
     def unit(self) -> int:
         """The inputs whose codes lie together, of which a group has a multiple."""
-        return {4: 8, 5: 32, 6: 16, 8: 4}[self.bits]
+        return UNITS[self.bits]
 
     @property
     def together(self) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -13,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.few_bits import Elements, FewBits, StoredAs, as_dtype, at_least, of_groups, of_rows
 from jaxvllm.models.forms.form import Arrays, Experts, Gating
+from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import rounded_by_row
 from jaxvllm.models.tiling import Box, Fill
@@ -24,7 +26,18 @@ from pallas_kernels.integer_matmul import (
     integer_grouped_matmul,
     integer_matmul,
 )
-from pallas_kernels.integer_matmul.code_panels import CODES, SCALE_BYTES, SCALES, ZEROS
+from pallas_kernels.integer_matmul.code_panels import (
+    CODES,
+    FACTORS,
+    HIGH,
+    MIN_FACTORS,
+    MINS,
+    SCALE_BYTES,
+    SCALES,
+    UNITS,
+    ZEROS,
+)
+from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
 from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, Code
 
 # So many codes are put in order together.
@@ -52,27 +65,35 @@ class CpuGroups(FewBits):
     @staticmethod
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
         """Tells whether the kernel knows the code and the scales, and groups of at most that size."""
-        known = stored.code == INT8 or stored.code.per_byte == 2
-        return (
-            known and stored.scale_dtype in SCALE_BYTES and (group is None or group % (4 * stored.code.per_byte) == 0)
-        )
+        known = stored.code == INT8 or stored.code.bits < 8
+        if not known or stored.scale_dtype not in SCALE_BYTES or (stored.has_mins and stored.span is None):
+            return False
+        return group is None or group % UNITS[stored.code.bits] == 0
 
     def of_matrix(self, matrix: ParamDecl) -> FewBits:
         group = None if self.group is None else math.gcd(self.group, matrix.shape[-1])
         if len(matrix.shape) > 1 and self.takes_stored(self.stored, group):
             return replace(self, outs=matrix.shape[:-1])
+        if self.stored.is_nested:
+            nested = NestedGroups.of(self.stored, group)
+            assert nested is not None, "the kernel takes no groups that XLA does not"
+            return nested
         return ScaledGroups(self.stored.code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
+
+    def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "CodeTable | None":
+        return CodeTable(self, table.shape[1], jnp.dtype(dtype).name) if len(table.shape) == 2 else None
 
     def panels(self, inputs: int) -> CodePanels:
         """Returns how matrices with so many inputs lie."""
-        code = self.stored.code
+        code, stored = self.stored.code, self.stored
         return CodePanels(
             columns=self.chip.panel_columns,
-            bits=8 // code.per_byte,
+            bits=code.bits,
             group=None if self.group is None else math.gcd(self.group, inputs),
-            scale_dtype=self.stored.scale_dtype,
-            zero=0 if self.stored.has_zeros else code.zero + self._added,
-            offsets="zeros" if self.stored.has_zeros else "none",
+            scale_dtype=stored.scale_dtype,
+            zero=0 if stored.has_zeros or stored.has_mins else code.zero + self._added,
+            offsets="zeros" if stored.has_zeros else "mins" if stored.has_mins else "none",
+            span=None if stored.span is None else math.gcd(stored.span, inputs),
             is_float4=code == FLOAT4,
             by_row=self.stored.rounds_tokens,
         )
@@ -90,7 +111,8 @@ class CpuGroups(FewBits):
             axes = (*of_others, of_out, of_in, *(None for _ in shape[2:]))
             init: Literal["ones", "zeros"] = "zeros" if name == ZEROS else "ones"
             found[name] = ParamDecl((*others, *shape), axes, init, dtype=dtype, chosen=matrix.chosen)
-        codes = replace(found[CODES], init=matrix.init, storage=matrix.storage, per_element=self.stored.code.per_byte)
+        per_byte = 1 if self.stored.code.bits == 8 else 2
+        codes = replace(found[CODES], init=matrix.init, storage=matrix.storage, per_element=per_byte)
         return found | {CODES: codes}
 
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
@@ -100,6 +122,8 @@ class CpuGroups(FewBits):
         if self.stored.is_by_row:
             codes, scales = (np.asarray(part) for part in _by_row(matrix, code))
             parts = {CODES: codes, SCALES: scales[..., None]}
+        elif (nested := self._nested(inputs)) is not None:
+            parts = {name: np.asarray(part) for name, part in _nearest(nested, matrix, inputs).items()}
         else:
             groups = ScaledGroups(code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
             parts = {name: np.asarray(part) for name, part in _by_group(groups, matrix, panels.group or inputs).items()}
@@ -107,9 +131,11 @@ class CpuGroups(FewBits):
                 both = parts[CODES]
                 parts[CODES] = np.stack([both & 15, both >> 4], axis=-1).reshape(matrix.shape)
         made = panels.packed_codes(self._unsigned(parts[CODES]))
-        made[SCALES] = panels.packed_groups(parts[SCALES])
         if ZEROS in parts:
-            made[ZEROS] = panels.packed_groups(self._unsigned(parts[ZEROS]))
+            parts[ZEROS] = self._unsigned(parts[ZEROS])
+        if MINS in parts:
+            parts[MINS] = parts[MINS].view(np.uint8)
+        made |= {name: panels.packed_groups(part) for name, part in parts.items() if name != CODES}
         return {name: jax.device_put(array, shardings[name]) for name, array in made.items()}
 
     def _unsigned(self, codes: np.ndarray) -> np.ndarray:
@@ -130,25 +156,43 @@ class CpuGroups(FewBits):
         def packed_codes(rows: np.ndarray) -> np.ndarray:
             return panels.packed_codes(self._unsigned(rows))[CODES]
 
+        def packed_high(rows: np.ndarray) -> np.ndarray:
+            return panels.packed_codes(rows)[HIGH]
+
         def packed_zeros(rows: np.ndarray) -> np.ndarray:
             return panels.packed_groups((rows + self._added).astype(np.uint8))
 
-        groups = 1 if group is None else inputs // group
+        def in_groups(
+            values: Fill, dtype: str, size: int | None = group, packed: _Packed = panels.packed_groups
+        ) -> Fill:
+            shape = (outs, 1 if size is None else inputs // size)
+            return _in_panels(values, dtype, shape, panels.columns, 1, packed)
+
+        def in_words(words: Fill | None, unit: int, packed: _Packed) -> Fill:
+            """Returns the function that fills with words of so many codes, which are there or are packed."""
+            if words is None:
+                return _in_panels(codes, np.uint8, (outs, inputs), panels.columns, unit, packed)
+            return _words_in_panels(words, (outs, inputs // unit), panels)
+
         found = {
-            CODES: _in_panels(codes, np.uint8, (outs, inputs), panels.columns, panels.unit, packed_codes),
-            SCALES: _in_panels(
-                as_dtype(of_each(scales), stored.scale_dtype),
-                panels.held_scales,
-                (outs, groups),
-                panels.columns,
-                1,
-                panels.packed_groups,
-            ),
+            CODES: in_words(elements.words, min(panels.unit, UNITS[4]), packed_codes),
+            SCALES: in_groups(as_dtype(of_each(scales), stored.scale_dtype), panels.held_scales),
         }
+        if panels.bits in (5, 6):
+            found[HIGH] = in_words(elements.high_words, panels.unit, packed_high)
         if stored.has_zeros:
-            zeros = of_each(elements.zeros)
-            found[ZEROS] = _in_panels(zeros, np.int16, (outs, groups), panels.columns, 1, packed_zeros)
+            found[ZEROS] = in_groups(of_each(elements.zeros), "int16", packed=packed_zeros)
+        if stored.has_mins:
+            found[MINS] = in_groups(of_each(elements.mins), "uint8")
+        if panels.span is not None:
+            factors = {FACTORS: elements.factors} | ({MIN_FACTORS: elements.min_factors} if stored.has_mins else {})
+            for name, values in factors.items():
+                found[name] = in_groups(of_groups(values, panels.span), "float16", panels.span)
         return found
+
+    def _nested(self, inputs: int) -> NestedGroups | None:
+        """Returns the form that rounds to what is stored, of matrices with so many inputs, if it is nested."""
+        return NestedGroups.of(self.stored, self.panels(inputs).group) if self.stored.is_nested else None
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_with_one(x, [arrays], 0, dtype)
@@ -181,6 +225,43 @@ class CpuGroups(FewBits):
         return {"panels": self.panels(x.shape[1]), "outs": self.outs[-1], "chip": self.chip}
 
 
+@dataclass(frozen=True)
+class CodeTable(FewBits):
+    """A table [V, in] in the arrays of `CpuGroups`: rows are decoded when they are looked up. It may be the LM head.
+
+    dtype: of rows that are looked up, which is that of the layers
+    """
+
+    groups: CpuGroups
+    inputs: int
+    dtype: str
+
+    def of_matrix(self, matrix: ParamDecl) -> FewBits:
+        groups = self.groups.of_matrix(matrix)
+        assert isinstance(groups, CpuGroups), "the form was chosen for this table"
+        return replace(self, groups=groups)
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        return self.groups.declare(matrix)
+
+    def fills(self, matrix: ParamDecl, elements: Elements) -> Mapping[str, Fill]:
+        return self.groups.fills(matrix, elements)
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        return self.groups.keep(matrix, shardings)
+
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        return self.groups.product(x, arrays, dtype, is_slice)
+
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        [num_rows] = self.groups.outs
+        rows = jnp.clip(numbers, 0, num_rows - 1)
+        return decoded_rows(self.groups.panels(self.inputs), arrays, rows, self.inputs).astype(self.dtype)
+
+    def row_dtype(self, arrays: Arrays) -> DTypeLike:
+        return self.dtype
+
+
 def _stacks(experts: Experts) -> Sequence[Arrays]:
     assert isinstance(experts.first, int) and not experts.first, "on a CPU each layer has arrays of its own"
     return experts.stacks
@@ -208,9 +289,25 @@ def _in_panels(rows: Fill, dtype: DTypeLike, shape: tuple[int, int], columns: in
             wanted = min(num_panels * columns, num_rows - top), min(count * unit, size - left)
             part = np.zeros((*shape_of_others, *wanted), dtype)
             rows(part, (*box.start[others], top, left))
-            all_others = (slice(None),) * (others.stop + 2)
+            # What comes after the last input may be filled up for arrays of more inputs than this one.
+            all_others = *(slice(None),) * (others.stop + 1), slice(count)
             index = tuple(slice(begin, begin + length) for begin, length in zip(inner, sizes, strict=True))
             out[box.index(start)] = packed(part)[all_others + index]
+
+    return fill
+
+
+def _words_in_panels(words: Fill, shape: tuple[int, int], panels: CodePanels) -> Fill:
+    """Returns the function that fills panels with words u32 of several codes, with which `words` fills rows."""
+    in_order = _in_panels(words, np.uint32, shape, panels.columns, 1, panels.packed_groups)
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        if out.flags.c_contiguous:
+            in_order(out.view(np.uint32)[..., 0], start[:-1])
+        else:
+            whole = np.zeros(out.shape, np.uint8)
+            fill(whole, start)
+            out[...] = whole
 
     return fill
 
@@ -226,3 +323,7 @@ def _by_row(matrix: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
 
 def _by_group(form: ScaledGroups, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
     return jax.jit(ScaledGroups.rounded, static_argnums=(0, 2))(form, matrix, group)
+
+
+def _nearest(form: NestedGroups, matrix: jax.Array, inputs: int) -> dict[str, jax.Array]:
+    return jax.jit(NestedGroups.nearest, static_argnums=(0, 2))(form, matrix, inputs)

@@ -127,6 +127,11 @@ class Form(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
 
+    def row_dtype(self, arrays: Arrays) -> DTypeLike:
+        """Returns the dtype of the rows of a table."""
+        [rows] = arrays.values()
+        return rows.dtype
+
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the node that stands for the matrix in the tree of parameters."""
         return Matrix(self, dict(arrays))

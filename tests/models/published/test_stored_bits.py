@@ -268,10 +268,19 @@ def test_layers_that_are_stored_in_several_ways_are_decoded(tmp_path: Path, capl
     settings, parts, _ = CASES["int4"]
     path = of_projections(tmp_path, qwen(), settings, parts, ignored=("1.mlp.down_proj.weight", "q_proj.weight"))
     with caplog.at_level(logging.INFO):
-        params = load(path)
+        params = load(path, layout="stacked")
     assert kept(params) == {"o", "gate_up"}  # a part of qkv is stored otherwise, and down in one layer
     assert "down is stored in several ways, so it is decoded in all" in caplog.text
+    chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), layout="stacked")))
+    # Where layers have arrays of their own, only that layer's is decoded.
+    params = load(path)
+    assert [isinstance(layer["down"], Matrix) for layer in params["layers"][:2]] == [True, False]
     chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
+    spec = model_spec(checkpoint.read_config(path))
+    logits, expected = (
+        jax.jit(lambda params: dense_logits(params, spec, [5, 6, 7]))(one) for one in (params, load(path, Forms()))
+    )
+    chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
 
 
 def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:
