@@ -94,6 +94,11 @@ class Emitter:
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
+    def any(self, conditions: Value) -> Value:
+        """Returns whether one of a vector's conditions holds."""
+        bits = self.builder.bitcast(conditions.ir, ir.IntType(conditions.ir.type.count))
+        return Value(self, self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0)))
+
     def min(self, a: Value, b: Value) -> Value:
         """Returns the smaller one, and `b` if one is NaN."""
         return self.select(a < b, a, b)
@@ -292,3 +297,11 @@ class Emitter:
     def load_pairs(self, address: Value, mask: Value | None = None) -> Value:
         """Loads `2 * lanes` bfloat16, for `vectors.dot_pairs`."""
         return Value(self, self._load_raw(address, I16, 2 * self.lanes, mask))
+
+    def load_halves(self, address: Value, mask: Value | None = None) -> Value:
+        """Loads `lanes` numbers of 16 bits as integers."""
+        return Value(self, self._load_raw(address, I16, self.lanes, mask))
+
+    def store_halves(self, address: Value, halves: Value) -> None:
+        """Stores integers of 16 bits, any number of them."""
+        self.builder.store(halves.ir, self._pointer(address, halves.ir.type), align=2)
