@@ -87,7 +87,8 @@ class OurCalls:
                 )  # fmt: skip
                 return out
 
-            return lax.fori_loop(0, self._num_layers, layer, inputs.q)
+            last: jax.Array = lax.fori_loop(0, self._num_layers, layer, inputs.q)
+            return last
 
         self._layers = layers
 
@@ -118,8 +119,8 @@ def machine_rate(dtype: str) -> float:
     chip = host_chip()
     paired = dtype == "bfloat16" and chip.has_bf16_dot
     handler = Handler(multiply_in_registers, (dtype if paired else "float32",), chip)
-    call = jax.jit(lambda x: handler(jax.ShapeDtypeStruct((chip.lanes,), jnp.float32), x))
     x = jnp.ones(chip.lanes, jnp.float32)
+    call = jax.jit(lambda x: handler(jax.typeof(x), x))
     return ITEMS * STEPS * SUMS * chip.lanes * (4 if paired else 2) / fastest(lambda: call(x))
 
 

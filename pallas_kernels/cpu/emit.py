@@ -16,8 +16,6 @@ from pallas_kernels.cpu.values import F32, I1, I8, I16, I32, I64, Value, Variabl
 # What is in memory becomes float32 when it is loaded, and is rounded when it is stored. One byte is only loaded.
 SIZE_OF = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _ELEMENTS = {"float32": F32, "bfloat16": I16, "int8": I8, "float8_e4m3fn": I8, "float8_e5m2": I8}
-# The bits of a float8's mantissa, the bias of its exponent, and its first code that is no finite number.
-_FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7F), "float8_e5m2": (2, 15, 0x7C)}
 
 
 class Emitter:
@@ -237,8 +235,8 @@ class Emitter:
         if dtype == "int8":
             whole = self.builder.sext(loaded, ir.VectorType(I32, self.lanes))
             return Value(self, self.builder.sitofp(whole, ir.VectorType(F32, self.lanes)))
-        if dtype in _FLOAT8:
-            return self._float8(Value(self, loaded), *_FLOAT8[dtype])
+        if dtype in ("float8_e4m3fn", "float8_e5m2"):
+            return self._float8(Value(self, loaded), dtype)
         return self._widened(Value(self, loaded))
 
     def _load_raw(self, address: Value, element: Any, lanes: int, mask: Value | None) -> Any:
@@ -257,21 +255,23 @@ class Emitter:
         moved = self.builder.shl(wide, ir.Constant(wide.type, [16] * self.lanes))
         return Value(self, self.builder.bitcast(moved, ir.VectorType(F32, self.lanes)))
 
-    def _float8(self, codes: Value, mantissa: int, bias: int, first_special: int) -> Value:
+    def _float8(self, codes: Value, dtype: str) -> Value:
         """Returns codes of float8, given as bytes, as float32.
 
-        No float32 on the way is denormal: some threads count those as zeros.
+        They become float16 first. Its denormal numbers are converted even by threads that count those of float32 as
+        zeros, and no float32 on the way is denormal.
         """
-        words, floats = ir.VectorType(I32, self.lanes), ir.VectorType(F32, self.lanes)
-        wide = Value(self, self.builder.zext(codes.ir, words))
-        magnitude, sign = wide & 0x7F, (wide & 0x80) << 24
-        bits = (magnitude << (23 - mantissa)) + ((127 - bias) << 23)
-        # The exponent of infinity and of NaN: all ones. Only e5m2 has infinity, whose mantissa is 0.
-        special = (magnitude << (23 - mantissa)) | 0x7F800000
-        bits = self.select(magnitude >= first_special, special, bits)
-        number = Value(self, self.builder.sitofp(magnitude.ir, floats)) * 2.0 ** (1 - bias - mantissa)
-        bits = self.select(magnitude < 1 << mantissa, Value(self, self.builder.bitcast(number.ir, words)), bits)
-        return Value(self, self.builder.bitcast((bits | sign).ir, floats))
+        halves, floats = ir.VectorType(I16, self.lanes), ir.VectorType(F32, self.lanes)
+        bits = Value(self, self.builder.sext(codes.ir, halves))
+        if dtype == "float8_e5m2":
+            bits = bits << 8  # the upper half of a float16
+        else:
+            # Its exponent has a bit less, which the sign fills here, and another bias. Only all ones are no number.
+            nan = Value(self, ir.Constant(halves, [0x7E00] * self.lanes))
+            bits = self.select((codes & 0x7F).equals(0x7F), nan, (bits << 7) & 0xBFFF)
+        exact = self.builder.bitcast(bits.ir, ir.VectorType(ir.HalfType(), self.lanes))
+        number = Value(self, self.builder.fpext(exact, floats))
+        return number if dtype == "float8_e5m2" else number * 2.0**8
 
     def store(self, address: Value, value: Value, dtype: str = "float32") -> None:
         """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even."""

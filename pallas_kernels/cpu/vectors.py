@@ -111,7 +111,10 @@ def exp(x: Value) -> Value:
 
 
 def exp2(x: Value) -> Value:
-    """Returns 2**x of a vector, with a relative error below 3e-7 and 1 for 0, up to 127; 0 below -126. NaN stays NaN."""
+    """Returns 2**x of a vector up to 127, with a relative error below 3e-7; of 0 it is 1, and below -126 0.
+
+    NaN stays NaN.
+    """
     e = x.emitter
     turns = e.intrinsic(f"llvm.rint.v{e.lanes}f32", x.ir.type, x)
     rest = x - turns

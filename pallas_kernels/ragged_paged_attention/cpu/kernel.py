@@ -14,7 +14,7 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp2, first_lanes, lane, tanh
-from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, PANELS, VECTORS, Operands, Products
+from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products
 from pallas_kernels.ragged_paged_attention.cpu.softmax import MASKED, NO_PEAK, weigh_functions
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
@@ -129,7 +129,7 @@ class _Item:
         self.start = call.kv_len(row) - left  # position of the first query
         self.last = self.start + (self.count - 1)
         self.first_seen = e.max(self.start + 1 - call.window, e.integer(0))
-        self.block = PANELS * VECTORS * e.lanes
+        self.block = VECTORS * e.lanes
         self._first_head = token * call.num_heads + head * call.group
         self._table = call.table + row * call.max_pages * 4
         self._page_bits = e.log2(call.page_size)
@@ -151,7 +151,7 @@ class _Scratch:
     """Addresses of what an item computes with, M queries. The first three are in units (`products.py`)."""
 
     queries: Value  # [M, D]
-    keys: Value  # [PANELS, D, panel]
+    keys: Value  # [D, block]
     values: Value  # [block, V]
     logits: Value  # f32[M, block], then the weights, in units
     sums: Value  # f32[M, V]: weighted values
@@ -177,7 +177,7 @@ def _attend(item: _Item) -> None:
     _, size = _Scratch.at(e.integer(64), item)
     memory = e.call_c("malloc", size)
     scratch, _ = _Scratch.at((memory + 63) // 64 * 64, item)
-    functions = Products.emit(e, operands), weigh_functions(e, PANELS * VECTORS, operands)
+    functions = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
     _begin(item, scratch)
     with e.loop(item.first_seen // item.block * item.block, item.last + 1, item.block) as block:
         _fold(item, scratch, *functions, block)
@@ -208,18 +208,15 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
     D, V, width = call.units, call.value_size, item.block * FLOAT
     # The tokens of the block that some query sees. What the others' pages hold is never multiplied: it may be NaN.
     low, high = e.max(item.first_seen - block, e.integer(0)), e.min(item.last + 1 - block, e.integer(item.block))
-    first, panel = low // e.lanes * e.lanes, VECTORS * e.lanes
+    first, vectors = low // e.lanes * e.lanes, (high + (e.lanes - 1)) // e.lanes
     with e.loop(first, high, e.lanes) as t:
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
-        column = scratch.keys + (t // panel * panel * D + t % panel) * FLOAT
-        e.call(products.transpose, item.kv_at(block + t), ahead, column, D, call.width)
+        e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
         if call.by_token:
             _gather_scales(item, scratch, block, t)
-    with e.loop(low // panel * panel, high, panel) as t:
-        vectors = e.min((high - t + (e.lanes - 1)) // e.lanes, e.integer(VECTORS))
-        for count, m in e.groups(products.sizes, M):
-            queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width + t * FLOAT
-            e.call(products.dots[count], queries, scratch.keys + t * D * FLOAT, logits, D, call.scale, vectors)
+    for count, m in e.groups(tuple(products.dots), M):
+        queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
+        e.call(products.dots[count], queries, scratch.keys, logits, D, call.scale, vectors)
     if call.by_token:
         _scale(item, scratch, scratch.scales)
     with e.when(call.soft_cap > 0):
@@ -246,13 +243,13 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
             e.call(products.pack, values, ahead, place, V, call.width, start, end)
         if not call.operands.in_pairs:
             with e.when(in_pages > 0):
-                for count, m in e.groups(products.sizes, M):
+                for count, m in e.groups(tuple(products.values_in_pages), M):
                     weights, sums = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
                     e.call(products.values_in_pages[count], values, ahead, weights, sums, V, call.width, start, end)
     with e.when(in_pages.equals(0)):
         per_unit = call.operands.per_unit
         some = low // per_unit, (high + (per_unit - 1)) // per_unit
-        for count, m in e.groups(products.sizes, M):
+        for count, m in e.groups(tuple(products.values), M):
             weights, sums = scratch.logits + m * width, scratch.sums + m * V * FLOAT
             e.call(products.values[count], scratch.values, weights, sums, V, *some)
 
@@ -274,7 +271,7 @@ def _scale(item: _Item, scratch: _Scratch, scales: Value) -> None:
     """
     e = item.e
     with e.loop(0, item.num_queries) as m:
-        for i in range(VECTORS * PANELS):
+        for i in range(VECTORS):
             at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
             e.store(at, e.load(at) * e.load(scales + i * e.lanes * FLOAT))
 
@@ -285,7 +282,7 @@ def _lean(item: _Item, scratch: _Scratch, block: Value) -> None:
     with e.loop(0, item.num_queries) as m:
         slope = e.splat(e.load_float(call.slopes + (item.head * call.group + m % call.group) * FLOAT))
         position = item.start + m // call.group
-        for i in range(VECTORS * PANELS):
+        for i in range(VECTORS):
             at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
             ahead = e.floats(e.numbered(block + i * e.lanes - position))
             e.store(at, e.fma(slope, ahead, e.load(at)))
@@ -297,7 +294,7 @@ def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:
     with e.loop(0, item.num_queries) as m:
         position = item.start + m // item.call.group
         end, before = position + 1 - block, position + 1 - item.call.window - block  # of what the query sees
-        for i in range(VECTORS * PANELS):
+        for i in range(VECTORS):
             at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
             some = e.select(first_lanes(end - i * e.lanes, e.lanes), e.load(at), e.vector(MASKED))
             e.store(at, e.select(first_lanes(before - i * e.lanes, e.lanes), e.vector(MASKED), some))

@@ -1,10 +1,12 @@
 """The products of attention on CPU, each a function of machine code.
 
-The operands of an item lie in units of 4 bytes, each a float32 or a pair of bfloat16: two neighbours in a key, or the same
-place of two values one behind the other. Sums are of float32. The products take a few queries at a time, so that their
-sums stay in registers, and there is a function for each such number.
+The operands of an item lie in units of 4 bytes, each a float32 or a pair of bfloat16: two neighbours in a key, or the
+same place of two values one behind the other. Sums are of float32. The products take a few queries at a time, so that
+their sums stay in registers, and there is a function for each such number.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -13,9 +15,9 @@ from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, transposed
 
-VECTORS = 4  # of tokens in a panel of keys, and of a head that are accumulated at a time
-PANELS = 1  # of a block
+VECTORS = 4  # of tokens in a block, and of a head that are accumulated at a time
 FLOAT = 4  # bytes of a float32, and of a unit
+LINE = 64  # bytes of a line of a cache
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class Operands:
 class Products:
     """The functions of one handler. Pages have W elements of a token: its key first, its value last."""
 
-    sizes: tuple[int, ...]  # the numbers of queries
     transpose: ir.Function
     pack: ir.Function
     dots: dict[int, ir.Function]
@@ -50,19 +51,28 @@ class Products:
     @classmethod
     def emit(cls, e: Emitter, operands: Operands) -> "Products":
         # Groups of three heads are common. As two and one, each value was loaded and converted twice.
-        sizes = tuple(size for size in (6, 4, 3, 2, 1) if size <= e.chip.group_sizes[0])
+        sizes = [n for n in (6, 4, 3, 2, 1) if n <= e.chip.group_sizes[0]]
         return cls(
-            sizes,
             _transpose(e, operands),
             _pack_pairs(e) if operands.in_pairs else _pack(e, operands.kv_dtype),
-            {size: _dots(e, size, operands) for size in sizes},
-            {size: _values(e, size, operands) for size in sizes},
-            {} if operands.in_pairs else {size: _values_in_pages(e, size, operands.kv_dtype) for size in sizes},
+            {n: _dots(e, n, operands) for n in sizes},
+            {n: _values(e, n, operands) for n in sizes},
+            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes if n <= 4},
         )
 
 
+@contextmanager
+def _each_line(e: Emitter, offset: Value, step: int) -> Iterator[None]:
+    """Emits what follows so that it happens once for each line, in a loop over bytes by `step`."""
+    if step >= LINE:
+        yield
+    else:
+        with e.when((offset & (LINE - 1)).equals(0)):
+            yield
+
+
 def _transpose(e: Emitter, operands: Operands) -> ir.Function:
-    """Emits (kv, kv of the tokens to come, panel, D in units, W): keys of `lanes` tokens become columns of [D, panel].
+    """Emits (kv, kv of the tokens to come, keys, D in units, W): keys of `lanes` tokens become columns of [D, block].
 
     So the logits of neighbouring tokens are the lanes of a vector, and no sum goes across lanes.
     """
@@ -71,13 +81,14 @@ def _transpose(e: Emitter, operands: Operands) -> ir.Function:
     row = W * SIZE_OF[operands.kv_dtype]
     size = FLOAT if operands.in_pairs else SIZE_OF[operands.kv_dtype]
     with t.loop(0, D, t.lanes) as d:
-        for i in range(t.lanes):
+        with _each_line(t, d * size, t.lanes * size):
             # Pages are anywhere in memory: 64 rows of 192 tokens took 1.8 ms without this and 1.0 with it, and sixteen
             # of 256 0.30 with the first cache and 0.20 with the second (Zen 4, float32). These tokens' values are
             # wanted next, and the next block's keys are fetched while the values pass by: with all of it at once, a
             # core has more misses than it can wait for. 64 rows took 0.77 ms so, and 0.68 in turns.
-            t.prefetch(ahead + row * i + d * size, level=2)
-            t.prefetch(kv + row * (i + 1) + (d - D) * size, level=2)
+            for i in range(t.lanes):
+                t.prefetch(ahead + row * i + d * size, level=2)
+                t.prefetch(kv + row * (i + 1) + (d - D) * size, level=2)
         if operands.in_pairs:
             mask = first_lanes(D - d, t.lanes)
             rows = [t.load(kv + row * i + d * size, mask=mask) for i in range(t.lanes)]
@@ -94,7 +105,8 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
     values, ahead, out, V, W, first, end = t.arguments
     size = SIZE_OF[dtype]
     with t.loop(first, end) as token, t.loop(0, V, t.lanes) as d:
-        t.prefetch(ahead + (token * W + d) * size, level=2)
+        with _each_line(t, d * size, t.lanes * size):
+            t.prefetch(ahead + (token * W + d) * size, level=2)
         t.store(out + (token * V + d) * FLOAT, t.load(values + (token * W + d) * size, dtype))
     return t.finish()
 
@@ -109,15 +121,16 @@ def _pack_pairs(e: Emitter) -> ir.Function:
     with t.loop(first // 2 * 2, end, 2) as token:
         some = [first_lanes(t.select((n >= first) & (n < end), lanes, nothing), t.lanes) for n in (token, token + 1)]
         with t.loop(0, V, t.lanes) as d:
-            for half in range(2):
-                t.prefetch(ahead + ((token + half) * W + d) * size, level=2)
+            with _each_line(t, d * size, t.lanes * size):
+                for half in range(2):
+                    t.prefetch(ahead + ((token + half) * W + d) * size, level=2)
             a, b = (t.load_halves(values + ((token + half) * W + d) * size, some[half]) for half in range(2))
             t.store_halves(out + ((token >> 1) * V + d) * FLOAT, shuffle(a, b, neighbours))
     return t.finish()
 
 
 def _dots(e: Emitter, count: int, operands: Operands) -> ir.Function:
-    """Emits (queries [count, D], panel [D, ..], logits [count, block], D in units, scale, vectors).
+    """Emits (queries [count, D], keys [D, block], logits [count, block], D in units, scale, vectors).
 
     The logits of so many vectors of tokens become products times what is at the address `scale`.
     """
@@ -135,7 +148,7 @@ def _dots(e: Emitter, count: int, operands: Operands) -> ir.Function:
                     sums[m, i].set(operands.add(t, q, k[i], sums[m, i].get()))
         factor = t.splat(t.load_float(scale))
         for m, i in places:
-            t.store(out + (v + m * (VECTORS * PANELS) + i) * width, sums[m, i].get() * factor)
+            t.store(out + (v + m * VECTORS + i) * width, sums[m, i].get() * factor)
     return t.finish()
 
 
@@ -143,7 +156,7 @@ def _values(e: Emitter, count: int, operands: Operands) -> ir.Function:
     """Emits (packed values, weights [count, block], sums [count, V], V, first, end): adds weighted units of values."""
     t = e.function(f"values{count}", 6)
     values, weights, out, V, first, end = t.arguments
-    width = VECTORS * PANELS * t.lanes
+    width = VECTORS * t.lanes
     # Of the value, a few vectors at a time, and what is left of it one by one.
     for size, d in t.groups((VECTORS * t.lanes, t.lanes), V):
         places = {(m, i): out + (V * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(size // t.lanes)}
@@ -173,10 +186,10 @@ def _values_in_pages(e: Emitter, count: int, dtype: str) -> ir.Function:
         sums = {place: t.variable(t.load(address)) for place, address in at.items()}
         with t.loop(first, end) as token:
             v = [t.load(values + (token * W + d + i * t.lanes) * size, dtype) for i in range(vectors)]
-            for i in range(vectors):
+            for i in range(0, vectors, max(LINE // (t.lanes * size), 1)):
                 t.prefetch(ahead + (token * W + d + i * t.lanes) * size, level=2)
             for m in range(count):
-                weight = t.splat(t.load_float(weights + (token + m * (VECTORS * PANELS * t.lanes)) * FLOAT))
+                weight = t.splat(t.load_float(weights + (token + m * (VECTORS * t.lanes)) * FLOAT))
                 for i in range(vectors):
                     sums[m, i].set(t.fma(weight, v[i], sums[m, i].get()))
         for place, address in at.items():
