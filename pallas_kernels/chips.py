@@ -104,6 +104,11 @@ class CpuChip:
         return 16 if self.lanes == 8 else 4 * self.lanes
 
     @property
+    def has_scale(self) -> bool:
+        """Whether it multiplies vectors of float32 by powers of two."""
+        return "+avx512f" in self.features.split(",")
+
+    @property
     def has_bf16_dot(self) -> bool:
         """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
         return self.has("avx512bf16") or self.has("bf16")  # x86-64's and ARM64's

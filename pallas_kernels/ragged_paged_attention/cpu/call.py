@@ -1,5 +1,7 @@
 """The call of the CPU's kernel: what it is given."""
 
+from math import e, log2
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +10,8 @@ from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+
+LOG2_E = log2(e)
 
 
 def attend(
@@ -36,9 +40,11 @@ def attend(
     if (quantization is None and q.dtype != kv_pages.dtype) or q.shape[-1] % 16 or value_size % 16:
         raise ValueError(f"the cpu kernel needs pages of q's dtype and heads of 16s, got {q} and pages {kv_pages}")
     integers = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
-    floats = jnp.asarray([scale, soft_cap or 0.0], jnp.float32)
+    # The kernel's softmax is of powers of two.
+    floats = jnp.asarray([scale * LOG2_E, (soft_cap or 0.0) * LOG2_E], jnp.float32)
     sinks, slopes = (
-        jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) for of_heads in (sinks, slopes)
+        jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) * LOG2_E
+        for of_heads in (sinks, slopes)
     )
     is_needed = jnp.zeros(0, jnp.int32) if rows.is_needed is None else rows.is_needed.astype(jnp.int32)
     kv_dtype = q.dtype.name if quantization is None else quantization.codes
