@@ -102,10 +102,15 @@ def generate(server: Server, prompts: list[list[int]], max_tokens: list[int]) ->
     }
 
 
-def version() -> str:
+def versions() -> dict[str, str]:
+    """Returns what the server calls itself, and the version of the package that its source comes from."""
     done = subprocess.run([SERVER, "--version"], capture_output=True, text=True, check=True)
     lines = (done.stdout + done.stderr).splitlines()
-    return next(line for line in lines if line.startswith("version"))
+    [package] = (Path(sys.prefix) / "source").glob("*.tar.gz")
+    return {
+        "llama.cpp": next(line for line in lines if line.startswith("version")).removeprefix("version: "),
+        "llama-cpp-python": package.name.removeprefix("llama_cpp_python-").removesuffix(".tar.gz"),
+    }
 
 
 class Servers:
@@ -118,7 +123,7 @@ class Servers:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if "load" in request:
             self._request = request
-            return {"versions": {"llama.cpp": version()}, "settings": settings(request)}
+            return {"versions": versions(), "settings": settings(request)}
         prompts, max_tokens = request["prompts"], request["max_tokens"]
         # llama.cpp rounds the length of a slot up to a multiple of 256 itself. The token beyond is its own need.
         longest = max(len(prompt) + count for prompt, count in zip(prompts, max_tokens, strict=True))
