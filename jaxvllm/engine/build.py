@@ -215,7 +215,7 @@ def build(
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
         connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
         if config.kv_transfer.stays_on_devices:
-            moves: list[PageMoves] = [DeviceMoves(holder) for holder in holders]
+            moves: list[PageMoves] = [DeviceMoves(holder, form) for holder in holders]
         else:
             moves = [HostMoves(runner, form) for runner in runners]
         traffic = tuple(PageTraffic(connector, of_replica) for of_replica in moves)
