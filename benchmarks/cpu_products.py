@@ -73,7 +73,7 @@ class Product:
         starts = jnp.asarray(np.concatenate([[0], np.cumsum(counts)]), jnp.int32)
         forms: dict[str, Form] = {"packed": Packed(chip, self.dtype), "as_stored": CpuKernel(chip), "xla": PLAIN}
         for name, of_all in forms.items():
-            form = of_all.fitted(self.decl)
+            form = of_all.of_matrix(self.decl)
             arrays = form.keep(matrix, {})
 
             def product(x: jax.Array, arrays: Any, starts: jax.Array, form: Form = form) -> jax.Array:

@@ -97,11 +97,11 @@ class ResolvedConfig:
         by_tile = self.layout == "separate"
         return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards, self.dtype)
 
-    def draft_forms(self, backend: Backend, num_devices: int) -> Forms:
+    def draft_forms(self, backend: Backend, num_devices: int, shards: int) -> Forms:
         """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""
         kernels, by_tile = self._kernels(backend), self.layout == "separate"
         may_pack = by_tile and num_devices == 1 and kernels.kind == "cpu"
-        return Forms.chosen(None, kernels, may_pack, by_tile, dtype=self.dtype)
+        return Forms.chosen(None, kernels, may_pack, by_tile, shards, self.dtype)
 
     def _kernels(self, backend: Backend) -> Backend:
         """Returns the kernels that multiply by matrices of weights."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, silu
-from pallas_kernels.packed_matmul.panels import WORD
-from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, tiles_for
+from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
+from pallas_kernels.packed_matmul.panels import WORD, Panels
+from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, VectorTiles
 
 ROWS = 96  # of an item
 PART = 256 * 1024  # bytes of panels that all rows of an item go through before the next
@@ -38,6 +40,12 @@ def grouped_packed_matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, 
     Its arguments are x, index, starts i32[G + 1], w[0], ...
     """
     _multiply(e, frame, _Product(tiles_for(e.chip, dtype), out_dtype, gate, in_groups=True))
+
+
+def tiles_for(chip: CpuChip, dtype: str) -> Tiles:
+    """Returns the tiles that a chip computes fastest, of x and matrices of `dtype`."""
+    kind = AmxTiles if dtype == "bfloat16" and chip.has_bf16_tiles else VectorTiles
+    return kind(dtype, Panels.of(chip, dtype))
 
 
 @dataclass(frozen=True)

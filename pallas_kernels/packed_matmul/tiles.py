@@ -1,6 +1,7 @@
 """The tiles of a product with packed matrices: sums of a few rows and one panel, which stay in registers.
 
-A chip's instructions for a dtype are one class here. `tiles_for` chooses it, and the rest of the kernel does not know.
+A chip's instructions for a dtype are one class, here and in `amx_tiles`. `kernel.tiles_for` chooses it, and the rest of
+the kernel does not know.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +12,6 @@ from typing import ClassVar
 
 from llvmlite import ir
 
-from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs
@@ -24,8 +24,8 @@ FLOAT = SIZE_OF["float32"]
 class Tiles(ABC):
     """Adds products of rows of x, of `dtype`, with a panel to sums in float32.
 
-    Each sum goes on from what it was, input after input. So it has the same bits in a tile of any number of rows, and
-    however many inputs are added at a time.
+    Each sum goes on from what it was, input after input or 32 after 32. So it has the same bits in a tile of any number
+    of rows, and however many inputs are added at a time.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class Tiles(ABC):
 
         Its arguments are the address of the first row of x at the first input, the bytes between rows, the address of
         the panel at that input, the address of the sums f32[rows, columns], and the number of inputs to add up, which
-        is a multiple of the panels' depth but for the last ones of a row.
+        is a multiple of 32 but for the last ones of a row.
         """
 
 
@@ -102,8 +102,3 @@ def _bfloat16(t: Emitter, number: int, address: Value) -> Value:
 
 def _next_bfloat16(t: Emitter, number: int, address: Value) -> Value:
     return t.load_everywhere(address + number * SIZE_OF["bfloat16"], "bfloat16")
-
-
-def tiles_for(chip: CpuChip, dtype: str) -> Tiles:
-    """Returns the tiles that a chip computes fastest, of x and matrices of `dtype`."""
-    return VectorTiles(dtype, Panels.of(chip, dtype))

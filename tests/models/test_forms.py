@@ -162,9 +162,11 @@ def test_packed_matrices_multiply_as_plain_ones_do(case: Case, packs: str, monke
 
 def test_a_matrix_of_a_single_output_is_not_packed() -> None:
     form = Packed(host_chip(), "float32")
-    assert form.fitted(ParamDecl((1, 40), (None, None))) == CpuKernel(host_chip())
-    assert form.fitted(ParamDecl((40, 1), (None, None), dtype="bfloat16")) == Packed(host_chip(), "bfloat16", (40, 1))
-    assert isinstance(form.fitted(ParamDecl((3, 24, 40), (None,) * 3, storage="experts")), Packed)
+    assert form.of_matrix(ParamDecl((1, 40), (None, None))) == CpuKernel(host_chip())
+    assert form.of_matrix(ParamDecl((40, 1), (None, None), dtype="bfloat16")) == Packed(
+        host_chip(), "bfloat16", (40, 1)
+    )
+    assert isinstance(form.of_matrix(ParamDecl((3, 24, 40), (None,) * 3, storage="experts")), Packed)
 
 
 @pytest.mark.parametrize(
@@ -233,12 +235,16 @@ def test_a_table_of_a_form_without_rows_is_refused() -> None:
         Halves().look_up({}, jnp.arange(2))
 
 
-@pytest.mark.parametrize("quantization", ["int8_w8a8", "fp8_w8a8"])
-def test_tokens_are_rounded_as_the_matrix_is(quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "backend"),
+    [("int8_w8a8", REFERENCE), ("fp8_w8a8", REFERENCE), ("int8_w8a8", Backend("cpu", host_chip()))],
+    ids=["int8", "fp8", "int8-cpu"],
+)
+def test_tokens_are_rounded_as_the_matrix_is(quantization: str, backend: Backend) -> None:
     random = np.random.default_rng(3)
     matrix, x = random.normal(size=(2, 24, 40)).astype(np.float32), random.normal(size=(7, 40)).astype(np.float32)
     x[2] = 0
-    form = Forms.chosen(quantization, REFERENCE, may_turn=False).layers
+    form = Forms.chosen(quantization, backend, may_turn=False).layers.of_matrix(DECL)
     arrays = form.keep(
         jnp.asarray(matrix), {name: SingleDeviceSharding(jax.devices()[0]) for name in form.declare(DECL)}
     )

@@ -63,8 +63,8 @@ class Form(ABC):
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
 
-    def fitted(self, matrix: ParamDecl) -> "Form":
-        """Returns the form of this matrix. Most forms are the same for all matrices."""
+    def of_matrix(self, matrix: ParamDecl) -> "Form":
+        """Returns the form of one matrix, of which it may need to know more than its arrays tell."""
         return self
 
     @abstractmethod
@@ -126,6 +126,11 @@ class Form(ABC):
         Numbers beyond the table are those of its first or last row.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
+
+    def row_dtype(self, arrays: Arrays) -> DTypeLike:
+        """Returns the dtype of the rows of a table."""
+        [rows] = arrays.values()
+        return rows.dtype
 
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the node that stands for the matrix in the tree of parameters."""

@@ -24,12 +24,12 @@ LEAST_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Packed(Form):
-    """One array of panels, on one device, which is never stacked. `fitted` makes the form of each matrix.
+    """One array of panels, on one device, which is never stacked. `of_matrix` makes the form of each matrix.
 
     A matrix [2, F, in] has panels of each half, so that a gate and the features beside it lie at the same place.
     Otherwise all dimensions but the last are one.
 
-    dtype: of the matrix, and before `fitted` of the model
+    dtype: of the matrix, and before `of_matrix` of the model
     shape: of the matrix
     of_experts: whether the first dimension is that of experts, which have panels of their own
     """
@@ -39,7 +39,7 @@ class Packed(Form):
     shape: tuple[int, ...] = ()
     of_experts: bool = False
 
-    def fitted(self, matrix: ParamDecl) -> Form:
+    def of_matrix(self, matrix: ParamDecl) -> Form:
         form = replace(
             self, dtype=matrix.dtype_in(self.dtype).name, shape=matrix.shape, of_experts=matrix.storage == "experts"
         )
