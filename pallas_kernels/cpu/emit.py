@@ -77,6 +77,10 @@ class Emitter:
         """Returns the bits of a vector of float32, as integers of 32 bits."""
         return Value(self, self.builder.bitcast(numbers.ir, ir.VectorType(I32, self.lanes)))
 
+    def of_bits(self, integers: Value) -> Value:
+        """Returns a vector of float32 with these bits, which are integers of 32 bits."""
+        return Value(self, self.builder.bitcast(integers.ir, ir.VectorType(F32, self.lanes)))
+
     def wide(self, integers: Value) -> Value:
         """Returns a vector of signed integers as such of 64 bits."""
         return Value(self, self.builder.sext(integers.ir, ir.VectorType(I64, self.lanes)))
@@ -227,6 +231,35 @@ class Emitter:
     def store_float(self, address: Value, value: Value) -> None:
         self.builder.store(value.ir, self._pointer(address, F32), align=4)
 
+    def load_everywhere(self, address: Value, dtype: str = "float32") -> Value:
+        """Loads one float32 or bfloat16 as float32, in all lanes."""
+        if dtype == "float32":
+            return self.splat(self.load_float(address))
+        wide = self.builder.zext(self.builder.load(self._pointer(address, I16), align=2), I32)
+        number = self.builder.bitcast(self.builder.shl(wide, ir.Constant(I32, 16)), F32)
+        return self.splat(Value(self, number))
+
+    def load_pair_everywhere(self, address: Value, count: int = 2) -> Value:
+        """Loads one or two bfloat16 (`count`; zero for the other) in all pairs of a vector, as `load_pairs` does."""
+        kind = ir.IntType(16 * count)
+        word = self.builder.load(self._pointer(address, kind), align=2)
+        pairs = self.splat(Value(self, word if count == 2 else self.builder.zext(word, I32)))
+        return Value(self, self.builder.bitcast(pairs.ir, ir.VectorType(I16, 2 * self.lanes)))
+
+    def load_words(self, address: Value, bits: int = 32) -> Value:
+        """Loads a vector of integers of so many bits, which are not negative, as integers of 32 bits."""
+        loaded = self._load_raw(address, ir.IntType(bits), self.lanes, None)
+        return Value(self, loaded if bits == 32 else self.builder.zext(loaded, ir.VectorType(I32, self.lanes)))
+
+    def splat_word(self, address: Value) -> Value:
+        """Returns the integer of 32 bits at `address` in all lanes."""
+        return self.splat(Value(self, self.builder.load(self._pointer(address, I32), align=1)))
+
+    def store_narrow(self, address: Value, words: Value, bits: int) -> None:
+        """Stores the lowest `bits` of a vector of integers."""
+        narrow = self.builder.trunc(words.ir, ir.VectorType(ir.IntType(bits), words.ir.type.count))
+        self.builder.store(narrow, self._pointer(address, narrow.type), align=bits // 8)
+
     def load(self, address: Value, dtype: str = "float32", mask: Value | None = None) -> Value:
         """Loads a vector of `dtype` as float32. Lanes outside `mask` are 0, and their memory is not read."""
         loaded = self._load_raw(address, _ELEMENTS[dtype], self.lanes, mask)
@@ -273,20 +306,26 @@ class Emitter:
         number = Value(self, self.builder.fpext(exact, floats))
         return number if dtype == "float8_e5m2" else number * 2.0**8
 
-    def store(self, address: Value, value: Value, dtype: str = "float32") -> None:
-        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even."""
-        raw = value.ir if dtype == "float32" else self._rounded(value)
-        self.builder.store(raw, self._pointer(address, raw.type), align=SIZE_OF[dtype])
+    def store(self, address: Value, value: Value, dtype: str = "float32", mask: Value | None = None) -> None:
+        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even. `mask` leaves lanes out."""
+        raw = value.ir if dtype == "float32" else self.rounded_halves(value).ir
+        pointer, align = self._pointer(address, raw.type), SIZE_OF[dtype]
+        if mask is None:
+            self.builder.store(raw, pointer, align=align)
+            return
+        name = f"llvm.masked.store.v{raw.type.count}{'f32' if dtype == 'float32' else 'i16'}.p0"
+        others = (Value(self, raw), Value(self, pointer), Value(self, ir.Constant(I32, align)), mask)
+        self.intrinsic(name, ir.VoidType(), *others)
 
-    def _rounded(self, value: Value) -> Any:
-        """Returns the bits of bfloat16 for a vector of float32. A NaN stays a NaN."""
+    def rounded_halves(self, value: Value) -> Value:
+        """Returns a vector of float32 as bfloat16 in 16-bit integers. A NaN stays a NaN."""
         lanes = value.ir.type.count
         words = ir.VectorType(I32, lanes)
         bits = Value(self, self.builder.bitcast(value.ir, words))
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         is_nan = Value(self, self.builder.fcmp_unordered("uno", value.ir, value.ir))
         rounded = self.select(is_nan, bits | 0x400000, rounded)
-        return self.builder.trunc((rounded >> 16).ir, ir.VectorType(I16, lanes))
+        return Value(self, self.builder.trunc((rounded >> 16).ir, ir.VectorType(I16, lanes)))
 
     def prefetch(self, address: Value, level: int = 1) -> None:
         """Asks for the cache line at `address`, which need not exist, in the caches from `level` on."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
+from pallas_kernels.cpu.dots import Bfloat, dot_for
 from pallas_kernels.cpu.values import I16, I32, Value
 
 
@@ -80,17 +81,21 @@ def first_lanes(count: Value, lanes: int) -> Value:
 
 
 def dot_pairs(a: Value, b: Value, c: Value) -> Value:
-    """Adds to each lane of `c` the products of a pair of bfloat16 (VDPBF16PS, which takes tiny ones for zero)."""
-    e = c.emitter
-    pairs = ir.VectorType(_Bfloat(), 2 * e.lanes)
-    a, b = (Value(e, e.builder.bitcast(x.ir, pairs)) for x in (a, b))
-    return e.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * e.lanes}", c.ir.type, c, a, b)
+    """Adds to each lane of `c` the products of a pair of bfloat16. The chip must have an instruction for that."""
+    dot = dot_for(c.emitter.chip, "bfloat16", "bfloat16")
+    assert dot is not None, "kernels ask for has_bf16_dot first"
+    return dot(a, b, c)
 
 
 def bfloat16s(x: Value) -> Value:
-    """Returns a vector of float32 as bfloat16 in 16-bit integers (VCVTNEPS2BF16, which takes tiny ones for zero)."""
+    """Returns a vector of float32 as bfloat16 in 16-bit integers, rounded to the nearest even.
+
+    VCVTNEPS2BF16, where a CPU has it with VDPBF16PS, takes tiny numbers for zero.
+    """
     e = x.emitter
-    rounded = e.intrinsic(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * e.lanes}", ir.VectorType(_Bfloat(), e.lanes), x)
+    if not e.chip.has("avx512bf16"):
+        return e.rounded_halves(x)
+    rounded = e.intrinsic(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * e.lanes}", ir.VectorType(Bfloat(), e.lanes), x)
     return Value(e, e.builder.bitcast(rounded.ir, ir.VectorType(I16, e.lanes)))
 
 
@@ -154,16 +159,3 @@ def gelu_tanh(x: Value) -> Value:
     e = x.emitter
     inner = e.fma(x * x * x, e.vector(0.044715), x) * e.vector(0.7978845608)
     return x * e.vector(0.5) * (tanh(inner) + 1.0)
-
-
-class _Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)

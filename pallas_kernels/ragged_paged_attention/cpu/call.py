@@ -27,12 +27,13 @@ def attend(
     slopes: jax.Array | None,
     value_size: int,
     quantization: KVQuantization | None,
+    scales: jax.Array | None,
     chip: CpuChip,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size].
 
-    All sizes must be multiples of 16. Where pages have a `quantization`, keys and values are their codes, times the
-    scales of tokens where they have some.
+    All sizes must be multiples of 16. Where pages have a `quantization`, keys and values are their codes, times
+    `scales` f32[L, P, K, N, S] if tokens have some.
 
     Each row gives the same bits whatever other rows there are, however many threads compute them, and wherever its
     pages lie. Where no token of a tile is needed, its output is zeros.
@@ -42,16 +43,17 @@ def attend(
     integers = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
     # The kernel's softmax is of powers of two.
     floats = jnp.asarray([scale * LOG2_E, (soft_cap or 0.0) * LOG2_E], jnp.float32)
-    sinks, slopes = (
-        jnp.zeros(0, jnp.float32) if of_heads is None else of_heads.astype(jnp.float32) * LOG2_E
-        for of_heads in (sinks, slopes)
+    sinks, slopes, scales = (
+        jnp.zeros(0, jnp.float32) if x is None else x.astype(jnp.float32) * factor
+        for x, factor in ((sinks, LOG2_E), (slopes, LOG2_E), (scales, 1))
     )
     is_needed = jnp.zeros(0, jnp.int32) if rows.is_needed is None else rows.is_needed.astype(jnp.int32)
     kv_dtype = q.dtype.name if quantization is None else quantization.codes
-    scaled = "by-token" if quantization is not None and quantization.by_token else "by-head"
+    scaled = "by-token" if scales.ndim == 5 else "by-head"
     handler = Handler(attention, (q.dtype.name, kv_dtype, scaled), chip)
     result: jax.Array = handler(
         jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype),
         q, kv_pages, rows.page_table, rows.query_starts, rows.kv_lens, integers, floats, sinks, slopes, is_needed,
+        scales,
     )  # fmt: skip
     return result

@@ -25,7 +25,7 @@ _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first que
 def attention(e: Emitter, frame: Frame, dtype: str, kv_dtype: str, scaled: str) -> None:
     """Emits the handler for queries in `dtype` and pages of `kv_dtype`. Its arguments are those of `call.attend`.
 
-    scaled: by-token where the row of a token has a scale of its key and one of its value, between the two
+    scaled: by-token where the key and the value of each token have scales of their own
     """
     in_pairs = dtype == kv_dtype == "bfloat16" and e.chip.has_bf16_dot
     types = Operands(dtype, kv_dtype, in_pairs), scaled == "by-token"
@@ -51,8 +51,8 @@ class _Call:
         self.e, self.operands, self.by_token = e, operands, by_token
         self.dtype, self.size = operands.dtype, SIZE_OF[operands.dtype]
         self.kv_dtype, self.kv_size = operands.kv_dtype, SIZE_OF[operands.kv_dtype]
-        q, pages, table, starts, lengths, integers, floats, sinks, slopes, needed = (
-            frame.argument(i) for i in range(10)
+        q, pages, table, starts, lengths, integers, floats, sinks, slopes, needed, scales = (
+            frame.argument(i) for i in range(11)
         )
         out = frame.result(0)
         self.q, self.pages, self.out = q.data, pages.data, out.data
@@ -66,6 +66,8 @@ class _Call:
         self.soft_cap = e.load_float(floats.data + FLOAT)
         self.sinks, self.has_sinks = sinks.data, sinks.size(0) > 0
         self.slopes, self.has_slopes = slopes.data, slopes.size(0) > 0
+        self.scales = scales.data
+        self.num_scales = scales.size(3) if by_token else e.integer(0)  # of a token: latents have one
         self._needed, self._all_needed = needed.data, needed.size(0).equals(0)
         self.group = self.num_heads // self.num_kv_heads
         self.units = self.key_size // operands.per_unit  # of a key
@@ -140,10 +142,24 @@ class _Item:
 
     def kv_at(self, token: Value) -> Value:
         """Returns the address of the key of a token of the row. The value is at the end of the same row."""
-        call, e = self.call, self.e
-        page = e.load_int(self._table + (token >> self._page_bits) * 4, 32)
-        slab = (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
-        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.width * call.kv_size
+        call = self.call
+        return call.pages + (self._slab(token) * call.page_size + self._offset(token)) * call.width * call.kv_size
+
+    def scales_at(self, token: Value, number: Value | int) -> Value:
+        """Returns the address of a token's scale, of which that of its key is number 0. The next token's follows."""
+        call = self.call
+        row = self._slab(token) * call.num_scales + number
+        return call.scales + (row * call.page_size + self._offset(token)) * FLOAT
+
+    def _slab(self, token: Value) -> Value:
+        """Returns the place of the token's page and head among those of all layers."""
+        call = self.call
+        page = self.e.load_int(self._table + (token >> self._page_bits) * 4, 32)
+        return (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
+
+    def _offset(self, token: Value) -> Value:
+        """Returns the token's place in its page."""
+        return token & (self.call.page_size - 1)
 
 
 @dataclass(frozen=True)
@@ -213,7 +229,7 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
         e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
         if call.by_token:
-            _gather_scales(item, scratch, block, t)
+            _copy_scales(item, scratch, block, t)
     for count, m in e.groups(tuple(products.dots), M):
         queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
         e.call(products.dots[count], queries, scratch.keys, logits, D, call.scale, vectors)
@@ -254,14 +270,13 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
             e.call(products.values[count], scratch.values, weights, sums, V, *some)
 
 
-def _gather_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:
-    """Copies the scales of a vector of tokens, from the one at `block + t` on."""
-    call, e = item.call, item.e
-    for i in range(e.lanes):
-        scales = item.kv_at(block + t) + (call.width * i + call.key_size) * call.kv_size
-        for number in range(2):
-            at = scratch.scales + (t + (item.block * number + i)) * FLOAT
-            e.store_float(at, e.load_float(scales + number * FLOAT))
+def _copy_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:
+    """Copies the scales of a vector of tokens, from the one at `block + t` on: they are of one page."""
+    e = item.e
+    # The value of a latent is a part of its key.
+    numbers: tuple[Value | int, ...] = 0, item.call.num_scales - 1
+    for part, number in enumerate(numbers):
+        e.store(scratch.scales + (t + item.block * part) * FLOAT, e.load(item.scales_at(block + t, number)))
 
 
 def _scale(item: _Item, scratch: _Scratch, scales: Value) -> None:
