@@ -57,7 +57,7 @@ class Products:
             _pack_pairs(e) if operands.in_pairs else _pack(e, operands.kv_dtype),
             {n: _dots(e, n, operands) for n in sizes},
             {n: _values(e, n, operands) for n in sizes},
-            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes if n <= 4},
+            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
         )
 
 
