@@ -28,7 +28,7 @@ class TokenCodes(NamedTuple):
 
 
 def rounded_tokens(x: jax.Array, together: int | None, chip: CpuChip) -> TokenCodes:
-    """Rounds x [T, in] by groups of `together` inputs, None: all, whose largest magnitude becomes 127.
+    """Returns x [T, in] as integers: the largest number of each group of `together` inputs (None: all) becomes 127.
 
     A group of zeros has the size 1. The size of a group with a NaN or an infinity is NaN.
     """

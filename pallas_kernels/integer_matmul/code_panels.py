@@ -76,7 +76,7 @@ class CodePanels:
 
     @property
     def together(self) -> int | None:
-        """How many inputs of a token are rounded with one size. None: all of them."""
+        """The number of inputs of a token that are rounded with one size, or None, which stands for all of them."""
         if self.by_row:
             return None
         if self.group is None:

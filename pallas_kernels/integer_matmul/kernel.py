@@ -62,20 +62,20 @@ def grouped_gated(e: Emitter, frame: Frame, out_dtype: str, activation: str, pan
 
 
 @dataclass(frozen=True)
-class _Result:
-    """What becomes of the sums of a vector: `emit(emitter, vectors)`, one of each half."""
+class _Finish:
+    """Tells what becomes of the sums of a vector: `emit(emitter, vectors)` takes one vector of each half."""
 
     dtype: str
     emit: Callable[[Emitter, Sequence[Value]], Value]
 
 
-def _plain(dtype: str) -> _Result:
-    return _Result(dtype, lambda t, sums: sums[0])
+def _plain(dtype: str) -> _Finish:
+    return _Finish(dtype, lambda t, sums: sums[0])
 
 
-def _gated(dtype: str, activation: str) -> _Result:
+def _gated(dtype: str, activation: str) -> _Finish:
     activate = {"silu": silu, "gelu_tanh": gelu_tanh}[activation]
-    return _Result(dtype, lambda t, sums: activate(sums[0]) * sums[1])
+    return _Finish(dtype, lambda t, sums: activate(sums[0]) * sums[1])
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Array:
 
 
 def _multiply(
-    e: Emitter, frame: Frame, panels: CodePanels, result: _Result, halves: int = 1, grouped: bool = False
+    e: Emitter, frame: Frame, panels: CodePanels, result: _Finish, halves: int = 1, grouped: bool = False
 ) -> None:
     """Emits a loop over all panels of the result and all rows."""
     x, sizes, sums = (frame.argument(number) for number in range(3))

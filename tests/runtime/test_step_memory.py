@@ -14,7 +14,9 @@ from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
@@ -166,8 +168,11 @@ def test_no_copy_of_a_weight_that_was_turned_round() -> None:
     assert turned.step_bytes < smallest_matrix("separate")
 
 
-def test_no_copy_of_int8_in_another_dtype() -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
+@pytest.mark.parametrize(
+    "form", [CpuInt8(host_chip()), FewBitsForms(Backend("cpu", host_chip())).named("int4")], ids=["int8", "int4"]
+)
+def test_no_copy_of_integers_in_another_dtype(form: Form) -> None:
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(form, CpuKernel(host_chip())))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
 

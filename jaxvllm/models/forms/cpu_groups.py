@@ -100,7 +100,7 @@ class CpuGroups(FewBits):
 
     @property
     def _added(self) -> int:
-        """What is added to codes, so that none is negative."""
+        """The number that is added to codes, so that none is negative."""
         return 128 if self.stored.code == INT8 else 0
 
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
