@@ -26,6 +26,7 @@ from jaxvllm.models.forms import PLAIN
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.scaled_rows import int8_form
 from jaxvllm.models.ops import OneOf, project
 from pallas_kernels.backend import Backend
@@ -47,9 +48,9 @@ class Contender:
 
     def matrices(self) -> list[Any]:
         """Returns the matrices of all layers as an engine would keep them."""
-        decl = ParamDecl((OUT, IN), (None, None), storage="matrix")
-        sharding = place(make_mesh(MeshShape(1, 1), jax.devices()[:1]))
+        decl = ParamDecl((OUT, IN), (None, None), storage="matrix", dtype=self.dtype)
         form = self.form.of_matrix(decl)
+        sharding = place(make_mesh(MeshShape(1, 1), jax.devices()[:1]))
         where = {name: sharding(part.axes) for name, part in form.declare(decl).items()}
         random = np.random.default_rng(0)
         kept = []
@@ -109,8 +110,10 @@ def main() -> None:
     integers = FewBitsForms(Backend("cpu", chip))
     contenders = (
         Contender("float32, XLA", PLAIN, "float32"),
-        Contender("float32, our kernel", CpuKernel(chip), "float32"),
-        Contender("bfloat16, our kernel", CpuKernel(chip), "bfloat16"),
+        Contender("float32, as stored", CpuKernel(chip), "float32"),
+        Contender("float32, packed", Packed(chip, "float32"), "float32"),
+        Contender("bfloat16, as stored", CpuKernel(chip), "bfloat16"),
+        Contender("bfloat16, packed", Packed(chip, "bfloat16"), "bfloat16"),
         Contender("int8, our kernel, float32 rows", int8_form(chip), "float32"),
         Contender("int8, our kernel, bfloat16 rows", int8_form(chip), "bfloat16"),
         Contender("int8 in panels, rounded rows", integers.named("int8"), "float32"),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
+from pallas_kernels.cpu.dots import byte_products, dot_for
 from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.values import I8, I16, Value
 
@@ -16,27 +17,14 @@ def dot_bytes(total: Value, codes: Value, numbers: Value, most: int) -> Value:
     Codes are unsigned, at most `most`, and numbers are signed, at least -127. The result is exact modulo 2**32.
     """
     e = total.emitter
-    known, kind = e.chip.features.split(","), total.ir.type
-    if e.chip.has_byte_dot:  # VPDPBUSD
-        return e.intrinsic(f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}", kind, total, codes, numbers)
+    dot = dot_for(e.chip, "uint8", "int8", most)
+    if dot is None and most < 128:
+        dot = dot_for(e.chip, "int8", "int8")
+    if dot is not None:
+        return dot(codes, numbers, total)
     if e.chip.triple.startswith("x86"):
-        return total + (_small_pairs(codes, numbers) if most * 127 * 2 < 2**15 else _wide_pairs(codes, numbers))
-    if "+i8mm" in known or ("+dotprod" in known and most < 128):
-        name = "usdot" if "+i8mm" in known else "sdot"
-        operands = (_as(codes, I8), _as(numbers, I8))
-        return e.intrinsic(f"llvm.aarch64.neon.{name}.v4i32.v16i8", kind, total, *operands)
-    for place in range(0, 32, _BITS):
-        number = _arithmetic_shift(numbers << (24 - place), 24)
-        total = total + ((codes >> place) & 0xFF) * number
-    return total
-
-
-def _small_pairs(codes: Value, numbers: Value) -> Value:
-    """Multiplies bytes whose sums of two products fit 16 bits: VPMADDUBSW, which would cut off larger ones."""
-    e = codes.emitter
-    name = {8: "llvm.x86.avx2.pmadd.ub.sw", 4: "llvm.x86.ssse3.pmadd.ub.sw.128"}[e.lanes]
-    pairs = e.intrinsic(name, ir.VectorType(I16, 2 * e.lanes), _as(codes, I8), _as(numbers, I8))
-    return _pairs(pairs, Value(e, ir.Constant(pairs.ir.type, [1] * 2 * e.lanes)))
+        return total + _wide_pairs(codes, numbers)
+    return byte_products(codes, numbers, total, False, True)
 
 
 def _wide_pairs(codes: Value, numbers: Value) -> Value:

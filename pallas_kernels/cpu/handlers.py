@@ -5,6 +5,7 @@ gives it to `register_code` before a program is loaded: nothing is emitted or co
 """
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,8 +33,13 @@ class Handler:
 
     @property
     def target(self) -> str:
-        """The name by which XLA calls it."""
-        return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes)))
+        """The name by which XLA calls it, which no handler for other instructions shares.
+
+        Stored programs bring handlers by these names: one with AMX must not come in the place of one without, where
+        this process was refused the tile registers.
+        """
+        features = hashlib.sha256(repr(self.chip).encode()).hexdigest()[:8]
+        return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes), features))
 
     def __call__(self, out: Any, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.

@@ -6,6 +6,7 @@ the same bits whatever other rows there are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -14,8 +15,9 @@ from pallas_kernels.cpu.bytes import dot_bytes, looked_up
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
-from pallas_kernels.cpu.values import F32, I32, Value, Variable
+from pallas_kernels.cpu.values import F32, I32, Value
 from pallas_kernels.cpu.vectors import gelu_tanh, silu
+from pallas_kernels.integer_matmul.amx_sums import AMX_ROWS, amx_sums
 from pallas_kernels.integer_matmul.code_panels import (
     CODES,
     FACTORS,
@@ -139,7 +141,8 @@ def _multiply(
 
 def _row_counts(t: Emitter, panels: CodePanels) -> tuple[int, ...]:
     """Returns the numbers of rows of tiles. A word of two codes needs registers for both, which a sixth row lacks."""
-    return tuple(size if panels.bits == 8 else min(size, 5) for size in t.chip.group_sizes)
+    few = tuple(size if panels.bits == 8 else min(size, 5) for size in t.chip.group_sizes)
+    return (AMX_ROWS, *few) if t.chip.has_byte_tiles else few
 
 
 def _row_bytes(panels: CodePanels, name: str) -> int:
@@ -158,32 +161,33 @@ def _tile(e: Emitter, rows: int, panels: CodePanels) -> ir.Function:
     at = dict(zip(names, rest, strict=False))
     units = rest[len(names)]  # of the codes
     vectors = range(panels.columns // t.lanes)
-    tile = [(m, v) for m in range(rows) for v in vectors]
-    for m, v in tile:
-        t.store(totals + (m * panels.columns + v * t.lanes) * 4, t.vector(0))
+    for m in range(rows):
+        for v in vectors:
+            t.store(totals + (m * panels.columns + v * t.lanes) * 4, t.vector(0))
     unit = 4 if panels.bits == 8 else 8
-    with t.loop(0, G) as group:
+
+    def decode(first: Value, number: int) -> Codes:
+        return _codes(t, panels, at, first, number)
+
+    sums_of_groups: AbstractContextManager[GroupSums]
+    if rows == AMX_ROWS:
+        sums_of_groups = amx_sums(t, panels, decode, at[CODES], x, stride)
+    else:
+        sums_of_groups = nullcontext(_vector_sums(t, panels, decode, x, stride, rows))
+    with sums_of_groups as sums_of, t.loop(0, G) as group:
         begin, end = t.integer(0), units
         if panels.together is not None:
             begin = group * (panels.together // unit)
             end = t.min(begin + panels.together // unit, units)
         sum_of = [t.splat_word(sums + (G * m + group) * 4) for m in range(rows)]
-        initial = _initial(t, panels, at, group, sum_of)
-        found = {(m, v): t.variable(initial(m, v)) for m, v in tile}
-
-        def add(m: int, v: int, codes: Value, number: Value, found: Mapping[tuple[int, int], Variable] = found) -> None:
-            found[m, v].set(dot_bytes(found[m, v].get(), codes, number, 255 if panels.bits == 8 else 63))
-
-        step = panels.unit // unit
-        with t.loop(begin, end, step) as first:
-            _add_unit(t, panels, at, first, step, x, stride, rows, add)
+        found = sums_of(begin, end, _initial(t, panels, at, group, sum_of))
         scales = [_scale(t, panels, at, group, v) for v in vectors]
         mins = [_min(t, panels, at, group, v) for v in vectors] if panels.offsets == "mins" else []
         for m in range(rows):
             size = t.splat(t.load_float(sizes + (G * m + group) * 4))
             for v in vectors:
                 place = totals + (m * panels.columns + v * t.lanes) * 4
-                exact = Value(t, t.builder.sitofp(found[m, v].get().ir, ir.VectorType(F32, t.lanes)))
+                exact = Value(t, t.builder.sitofp(found(m, v).ir, ir.VectorType(F32, t.lanes)))
                 total = t.fma(exact * scales[v], size, t.load(place))
                 if mins:
                     whole = Value(t, t.builder.sitofp(sum_of[m].ir, ir.VectorType(F32, t.lanes)))
@@ -208,39 +212,50 @@ def _initial(
     return lambda m, v: negative[m]
 
 
-def _add_unit(
-    t: Emitter,
-    panels: CodePanels,
-    at: Mapping[str, Value],
-    first: Value,
-    step: int,
-    x: Value,
-    stride: Value,
-    rows: int,
-    add: Callable[[int, int, Value, Value], None],
-) -> None:
-    """Emits the products of one unit of inputs, `step` rows of words of codes from `first` on."""
+# Words of four codes, of one half of the inputs of a row of codes, and of a vector of columns.
+type Codes = dict[tuple[int, int], Value]
+# Emits the codes of row `first + number`, where a unit of inputs begins with row `first`.
+type Decode = Callable[[Value, int], Codes]
+# Emits the sums of the rows of codes from `begin` to `end`, from initial ones on, of each row m and vector v.
+type GroupSums = Callable[[Value, Value, Callable[[int, int], Value]], Callable[[int, int], Value]]
+
+
+def _vector_sums(t: Emitter, panels: CodePanels, decode: Decode, x: Value, stride: Value, rows: int) -> GroupSums:
+    """Returns what emits the sums of a few rows in vector registers."""
+    halves, vectors = 1 if panels.bits == 8 else 2, range(panels.columns // t.lanes)
+    step, most = panels.unit // (4 * halves), 255 if panels.bits == 8 else 63
+
+    def of_group(begin: Value, end: Value, initial: Callable[[int, int], Value]) -> Callable[[int, int], Value]:
+        found = {(m, v): t.variable(initial(m, v)) for m in range(rows) for v in vectors}
+        with t.loop(begin, end, step) as first:
+            for number in range(step):
+                codes = decode(first, number)
+                for m in range(rows):
+                    for half in range(halves):
+                        numbers = t.splat_word(x + stride * m + ((first + number) * halves + half) * 4)
+                        for v in vectors:
+                            found[m, v].set(dot_bytes(found[m, v].get(), codes[half, v], numbers, most))
+        return lambda m, v: found[m, v].get()
+
+    return of_group
+
+
+def _codes(t: Emitter, panels: CodePanels, at: Mapping[str, Value], first: Value, number: int) -> Codes:
     row_bytes, halves = 4 * panels.columns, 1 if panels.bits == 8 else 2
-    vectors = range(panels.columns // t.lanes)
-    for number in range(step):
-        place = first + number
-        codes = {}
-        for v in vectors:
-            words = t.load_words(at[CODES] + place * row_bytes + v * t.lanes * 4)
-            for half in range(halves):
-                codes[half, v] = words
-                if halves == 2:
-                    codes[half, v] = (words >> 4 if half else words) & 0x0F0F0F0F
-                if panels.is_float4:
-                    codes[half, v] = looked_up(_FLOAT4, codes[half, v])
-                if panels.bits in (5, 6):
-                    high = t.load_words(at[HIGH] + first // step * row_bytes + v * t.lanes * 4)
-                    codes[half, v] = codes[half, v] | _high(high, panels.bits - 4, number * 2 + half)
-        for m in range(rows):
-            for half in range(halves):
-                numbers = t.splat_word(x + stride * m + (place * halves + half) * 4)
-                for v in vectors:
-                    add(m, v, codes[half, v], numbers)
+    step = panels.unit // (4 * halves)
+    codes = {}
+    for v in range(panels.columns // t.lanes):
+        words = t.load_words(at[CODES] + (first + number) * row_bytes + v * t.lanes * 4)
+        for half in range(halves):
+            codes[half, v] = words
+            if halves == 2:
+                codes[half, v] = (words >> 4 if half else words) & 0x0F0F0F0F
+            if panels.is_float4:
+                codes[half, v] = looked_up(_FLOAT4, codes[half, v])
+            if panels.bits in (5, 6):
+                high = t.load_words(at[HIGH] + first // step * row_bytes + v * t.lanes * 4)
+                codes[half, v] = codes[half, v] | _high(high, panels.bits - 4, number * 2 + half)
+    return codes
 
 
 def _high(words: Value, bits: int, number: int) -> Value:

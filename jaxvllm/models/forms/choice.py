@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_groups import CpuGroups
@@ -16,6 +18,7 @@ from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -144,18 +147,25 @@ class Forms:
 
     @classmethod
     def chosen(
-        cls, quantization: str | None, backend: Backend, may_turn: bool, by_tile: bool = False, shards: int = 1
+        cls,
+        quantization: str | None,
+        backend: Backend,
+        may_turn: bool,
+        by_tile: bool = False,
+        shards: int = 1,
+        dtype: DTypeLike = "float32",
     ) -> Self:
         """Returns the forms for the kernels of `backend`. For the reference XLA multiplies.
 
-        `may_turn` says that the model is on one CPU, whose layers have arrays of their own, and `by_tile` that it is on
-        `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its errors would be
-        those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are forms for that.
+        `may_turn` says that the model, of `dtype`, is on one CPU, whose layers have arrays of their own, and `by_tile`
+        that it is on `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its
+        errors would be those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are
+        forms for that.
         """
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
         if chip is not None:
-            usual = CpuKernel(chip)
+            usual = Packed(chip, jnp.dtype(dtype).name) if may_turn else CpuKernel(chip)
         elif may_turn and prefers_turned():
             usual = Turned()
         in_few_bits = FewBitsForms(backend, by_tile, shards)
@@ -169,7 +179,8 @@ class Forms:
         elif quantization is None and isinstance(backend.chip, GpuChip):
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
-        table = PLAIN if isinstance(usual, Turned) else usual
+        # The rows of a table are looked up.
+        table = PLAIN if chip is None else CpuKernel(chip)
         return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
 
     def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
