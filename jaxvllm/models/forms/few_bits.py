@@ -57,8 +57,8 @@ class StoredAs:
 class ByElement:
     """A function that fills with a value for each element, and is told how to find one for each group sooner.
 
-    of_groups: called with the size of groups: it returns the function that fills with one value for each group, or
-        None if each element must be looked at
+    of_groups: a function of the size of groups that returns what fills with one value for each group, or None where
+        each element must be looked at
     """
 
     of_elements: Fill

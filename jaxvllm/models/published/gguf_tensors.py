@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.cores import num_cores
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
 from jaxvllm.models.published.gguf_architecture import GgufArchitecture, RebuiltTensor
@@ -25,12 +23,11 @@ from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.gguf_names import OUTSIDE
 from jaxvllm.models.published.parts import Part, ScaledCodes, added, alternating, by_group, stored, turned
 from jaxvllm.models.published.shaped_part import ShapedPart
-from jaxvllm.models.tiling import Box, Fill
+from jaxvllm.models.tiling import Box, Fill, by_threads
 from jaxvllm.models.weight_names import Source
 
 _MOST_EXPERTS = 4096
 # Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
-_MOST_THREADS = 8
 _PIECE = 1 << 20
 
 
@@ -125,13 +122,7 @@ class GgufTensors:
 
         def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
             whole = decoded(self._part(source.name, source.shape, out.dtype), source)
-            pieces = list(Box(start, out.shape).pieces(_PIECE))
-            if len(pieces) == 1:  # starting a thread takes as long as decoding 100,000 numbers
-                whole(out, start)
-                return
-            with ThreadPoolExecutor(min(_MOST_THREADS, num_cores(), len(pieces))) as threads:
-                # `list` raises what a thread has raised.
-                list(threads.map(lambda piece: whole(out[piece.index(start)], piece.start), pieces))
+            by_threads(whole, _PIECE)(out, start)
 
         return fill
 
