@@ -310,7 +310,9 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
         return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
 
-    pages = pool(POOL_BYTES // _num_bytes(pool(1)))
+    # Scales of latents are a small part of their pages, and even all of them must not fit the VMEM of a TPU.
+    pool_bytes = 12 * POOL_BYTES if case.by_token and case.latent_size else POOL_BYTES
+    pages = pool(pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         return _compile_attention(case, pages, backend, mesh)
