@@ -103,9 +103,9 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
     if whole.shape[-1] != decl.shape[-1]:
         moved = [(box.start[-1], box.shape[-1], origin[-1]) for box, origin in spread_boxes(decl, whole)]
         group = math.gcd(inputs, *(number for numbers in moved for number in numbers), group or 0)
-    elif group is not None:
+    elif group is not None and not forms.fills_groups_up:
         group = math.gcd(inputs, group)
     if (inputs if group is None else group) % stored.code.per_byte:
         return None
     form = forms.of(stored, group, of_experts=whole.storage == "experts")
-    return form if form is not None and form.takes(inputs) else None
+    return form if form is not None and form.takes(whole) else None

@@ -40,8 +40,8 @@ from pallas_kernels.mosaic_gpu import (
     swizzled,
 )
 from pallas_kernels.quantized_matmul.code import Code
-from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles
-from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers, twice
+from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles, folds
+from pallas_kernels.quantized_matmul.registers import FOLDED_EXPONENT, WORD_BYTES, Panels, Registers, twice
 
 # A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
 THREADS = HALVES + 1
@@ -56,12 +56,14 @@ def quantized_matmul(
     zeros: jax.Array | None,
     starts: jax.Array | None,
     first: jax.Array | int = 0,
+    row_scales: jax.Array | None = None,
     *,
     code: Code,
     scale_dtype: str,
     dtype: jnp.dtype,
     tiles: QuantizedTiles,
     chip: GpuChip,
+    panels: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """Multiplies each row of x [N, in] by matrix `first` + g, where g is its group: [N, out] in `dtype`.
@@ -72,11 +74,15 @@ def quantized_matmul(
     zeros  # like scales, integers of eight bits; None: the number that stands for 0 where a matrix says none
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary.
     None: all rows are of one group
+    row_scales  # f32[matrices, out, 1]: each row of a matrix is multiplied by its own, too, if they are given
 
-    An element of a matrix is (code - zero) * scale, and none is rounded. Sums are in float32. A code that is no finite
-    number counts as a number beyond the largest one. But E5M2 has the exponents of float16, where infinity and NaN stay
-    what they are. `tiles` are those of `choose_tiles`. Starts that do not rise, and matrices that are not there, are
-    not detected.
+    A matrix has `panels` of as many rows each. Codes may have more rows at the end of each panel, which scales and the
+    result lack.
+
+    An element of a matrix is (code - zero) * scale, and none is rounded. E2M1 may have scales in E4M3 for groups of 16.
+    Sums are in float32. A code that is no finite number counts as a number beyond the largest one. But E5M2 has the
+    exponents of float16, where infinity and NaN stay what they are. `tiles` are those of `choose_tiles`. Starts that do
+    not rise, and matrices that are not there, are not detected.
     """
     num_rows, size = x.shape
     num_matrices, num_columns, _ = codes.shape
@@ -85,10 +91,12 @@ def quantized_matmul(
         code,
         scale_dtype,
         zeros is not None,
+        row_scales is not None,
         x.dtype,
         size,
         size // scales.shape[-1],
         num_columns,
+        Panels(num_columns // panels, scales.shape[1] // panels),
         matrix_unit_of(chip),
         interpret,
     )
@@ -109,6 +117,7 @@ def quantized_matmul(
         codes: Ref,
         scales: Ref,
         zeros: Ref,
+        row_scales: Ref,
         visits: Ref,
         num_visits: Ref,
         first: Ref,
@@ -136,7 +145,7 @@ def quantized_matmul(
         @pl.when(thread < tiles.halves)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            factors = _Factors(scales, zeros, tuple(masks[i] for i in range(masks.shape[0])))
+            factors = _Factors(scales, zeros, row_scales, tuple(masks[i] for i in range(masks.shape[0])))
             walk(lambda unit, done: build.compute(thread, unit, done, factors, out, memory))
             plgpu.wait_smem_to_gmem(0)
 
@@ -164,12 +173,14 @@ def quantized_matmul(
         lax.bitcast_convert_type(codes, jnp.uint8),
         scales,
         scales if zeros is None else zeros,
+        scales if row_scales is None else row_scales,
         visits,
         num_visits,
         jnp.asarray(first, jnp.int32).reshape(1),
         jnp.array([twice(mask) for mask in build.registers.masks]),
     )
-    return out.sum(0).astype(dtype)[:, :num_columns]
+    result = out.sum(0).astype(dtype)[:, :num_columns].reshape(num_rows, panels, -1)
+    return result[:, :, : scales.shape[1] // panels].reshape(num_rows, -1)
 
 
 class _QuantizedUnit(NamedTuple):
@@ -188,6 +199,7 @@ class _Factors(NamedTuple):
 
     scales: Ref
     zeros: Ref
+    of_rows: Ref
     masks: tuple[jax.Array, ...]
 
 
@@ -199,10 +211,12 @@ class QuantizedProduct:
     code: Code
     scale_dtype: str
     has_zeros: bool
+    has_row_scales: bool
     dtype: jnp.dtype  # of x
     size: int  # of the rows of x and of the matrices
     group: int  # inputs that share a scale
     num_columns: int  # of the result
+    panels: Panels
     matrix_unit: MatrixUnit
     interpret: bool
 
@@ -218,13 +232,18 @@ class QuantizedProduct:
 
     @property
     def unit(self) -> int:
-        """The number of inputs that are added up before they are scaled, all of one group."""
-        return gcd(self.group, self.inputs)
+        """The number of inputs that are added up before they are scaled, all of one group, or all scaled before."""
+        return self.inputs if self.folds else gcd(self.group, self.inputs)
+
+    @property
+    def folds(self) -> bool:
+        """Whether numbers are multiplied by their scales in registers, before they are added up."""
+        return folds(self.code, self.scale_dtype)
 
     @property
     def registers(self) -> Registers:
         """The operands that a warpgroup makes of codes in its registers."""
-        return Registers(self.code, self.dtype, self.matrix_unit, self.interpret)
+        return Registers(self.code, self.dtype, self.matrix_unit, self.interpret, self.panels)
 
     @property
     def steps(self) -> int:
@@ -294,6 +313,9 @@ class QuantizedProduct:
             return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
 
         def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+            if self.folds:
+                count = self.inputs // self.group
+                return self.registers.row_words(factors.scales, unit.matrix, column, step * count, count), ()
             return of_groups(factors.scales, step), of_groups(factors.zeros, step) if self.has_zeros else ()
 
         def multiply(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
@@ -309,6 +331,10 @@ class QuantizedProduct:
 
         total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
         _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), total))
+        if self.has_row_scales:
+            [of_row] = self.registers.row_values(factors.of_rows, unit.matrix, column, jnp.int32(0), 1)
+            of_row *= 2.0**-FOLDED_EXPONENT if self.folds else 1.0
+            total = total * lax.broadcast_in_dim(of_row, total.shape, (0,))
         staging = memory["staging"].at[half]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging.transpose((1, 0))[...] = plgpu.layout_cast(total.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
@@ -326,6 +352,12 @@ class QuantizedProduct:
         masks: tuple[jax.Array, ...],
     ) -> jax.Array:
         """Adds the products of a stage to total f32[64, tokens]."""
+        if self.folds:
+            operand, columns = self.registers.decoded(words, None, masks, scales), rows.transpose((1, 0))
+            if self.matrix_unit == "mma" and not self.interpret:
+                # Sums of their own would be 64 registers more of 128 rows, of which ptxas spills two.
+                return plgpu.mma(total, operand, plgpu.load(columns, layout=plgpu.Layout.MMA_RHS(self.dtype)))
+            return total + self._products([(operand, columns)])[0]
         width = self.unit // (self.code.per_byte * WORD_BYTES)
         for parts in batched(range(len(scales)), max(1, 2 * MOST_SUMS // self.tiles.tokens)):
 

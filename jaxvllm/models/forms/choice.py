@@ -1,7 +1,7 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -12,7 +12,7 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
-from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group
 from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -49,6 +49,11 @@ class FewBitsForms:
     by_tile: bool = False
     shards: int = 1
 
+    @property
+    def fills_groups_up(self) -> bool:
+        """Whether the last group of a row may have fewer inputs than the others."""
+        return isinstance(self.backend.chip, GpuChip)
+
     def of(self, stored: StoredAs, group: int | None, of_experts: bool = False) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none.
 
@@ -57,9 +62,11 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
+        if stored.scale_dtype == E4M3.name and not isinstance(chip, GpuChip):
+            stored = replace(stored, scale_dtype="float32")  # the two scales of an element as one
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
-        if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
+        if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
             return GpuGroups(
                 stored.code,
                 group,

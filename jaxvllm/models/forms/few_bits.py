@@ -24,6 +24,7 @@ class StoredAs:
 
     group: how many elements in a row of `in` share a scale and a zero, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
+    scale_dtype: scales in float8_e4m3fn are multiplied by one in float32, which all elements of a row have (NVFP4)
     rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
     """
 
@@ -43,23 +44,25 @@ class StoredAs:
 class Elements:
     """Functions that fill parts of a matrix with what is stored of each element: its code, its scale, its zero.
 
-    Scales and zeros fill arrays f32, and codes fill an array with one code in each byte.
+    Scales and zeros fill arrays f32, and codes fill an array with one code in each byte. Scales contain factors, which
+    are those of whole tensors, or 1.
     """
 
     codes: Fill
     scales: Fill
     zeros: Fill
+    factors: Fill
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of these."""
-        return Elements(change(self.codes), change(self.scales), change(self.zeros))
+        return Elements(*map(change, (self.codes, self.scales, self.zeros, self.factors)))
 
 
 class FewBits(Form):
     """A form whose arrays hold the numbers of a checkpoint as they are, so that nothing is decoded to load it."""
 
-    def takes(self, inputs: int) -> bool:
-        """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
+    def takes(self, matrix: ParamDecl) -> bool:
+        """Tells whether it is worthwhile for a matrix. Others are decoded."""
         return True
 
     def saves(self, matrix: ParamDecl, dtype: DTypeLike) -> bool:
@@ -121,6 +124,18 @@ def at_least(fill: Fill, least: float) -> Fill:
         np.maximum(out, np.float32(least), out=out)
 
     return larger
+
+
+def quotient(values: Fill, divisors: Fill) -> Fill:
+    """Returns the function that fills with the values of one function, divided by those of another. Zeros stay."""
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        values(out, start)
+        by = np.zeros_like(out)
+        divisors(by, start)
+        np.divide(out, by, out=out, where=by != 0)
+
+    return fill
 
 
 def of_groups(values: Fill, group: int) -> Fill:

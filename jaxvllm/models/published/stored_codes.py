@@ -11,6 +11,7 @@ from jaxvllm.models.published.encoded_files import decoded
 from jaxvllm.models.published.parts import Part, ScaledCodes
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
 from jaxvllm.models.weight_names import Source
+from pallas_kernels.quantized_matmul.code import E4M3
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class StoredCodes:
     def stored_as(self, inputs: int) -> StoredAs | None:
         """Returns how all parts of the matrix, which has so many `inputs`, are stored, or None if no such way has all.
 
-        The groups are those of our matrix: each has consecutive elements of a row.
+        The groups are those of our matrix: each has consecutive elements of a row, of which the last may have fewer.
         """
         return joined([_stored_as(source, codes, inputs) for source, codes in self.parts], inputs)
 
@@ -38,7 +39,9 @@ class StoredCodes:
                 ]
             )
 
-        return Elements(fill(lambda codes: codes.codes.read), fill(lambda codes: codes.scales), fill(_zeros))
+        return Elements(
+            fill(lambda codes: codes.codes.read), fill(lambda codes: codes.scales), fill(_zeros), fill(_factors)
+        )
 
 
 def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
@@ -68,11 +71,21 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
         return None
     [axis] = along
     size = codes.groups[axis]
-    if size >= source.shape[axis] and source.view[-1] == inputs:
+    is_e4m3 = codes.scales.dtype == E4M3.name
+    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3:
         return StoredAs(code, None, codes.scales.dtype, has_zeros)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
-    group = math.gcd(size, inputs, start[axis], source.at[-1], source.view[-1], *moves)
-    return StoredAs(code, group, codes.scales.dtype, has_zeros)
+    # After the last tensor of a row, nothing begins within a group.
+    is_last = source.at[-1] + source.view[-1] == inputs
+    group = math.gcd(size, start[axis], source.at[-1], 0 if is_last else source.view[-1], *moves)
+    # A row whose parts are several tensors has no factor of its own.
+    dtype = "float32" if is_e4m3 and source.view[-1] < inputs else codes.scales.dtype
+    return StoredAs(code, group, dtype, has_zeros)
+
+
+def _factors(codes: ScaledCodes) -> Part:
+    """Returns what all scales of the tensor are multiplied by."""
+    return lambda box: np.full(box.shape, codes.scales.factor, np.float32)
 
 
 def _zeros(codes: ScaledCodes) -> Part:
