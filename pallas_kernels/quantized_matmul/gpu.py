@@ -57,6 +57,7 @@ def quantized_matmul(
     starts: jax.Array | None,
     first: jax.Array | int = 0,
     row_scales: jax.Array | None = None,
+    sizes: jax.Array | None = None,
     *,
     code: Code,
     scale_dtype: str,
@@ -75,6 +76,8 @@ def quantized_matmul(
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary.
     None: all rows are of one group
     row_scales  # f32[matrices, out, 1]: each row of a matrix is multiplied by its own, too, if they are given
+    sizes  # f32[N], of rows x in the dtype of `code`, which are multiplied by them. A matrix unit multiplies codes
+    then, and `scales` are not read.
 
     A matrix has `panels` of as many rows each. Codes may have more rows at the end of each panel, which scales and the
     result lack.
@@ -85,6 +88,8 @@ def quantized_matmul(
     not rise, and matrices that are not there, are not detected.
     """
     num_rows, size = x.shape
+    if scales.dtype.itemsize == 1:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_matrices, num_columns, _ = codes.shape
     build = QuantizedProduct(
         tiles,
@@ -118,6 +123,7 @@ def quantized_matmul(
         scales: Ref,
         zeros: Ref,
         row_scales: Ref,
+        sizes: Ref,
         visits: Ref,
         num_visits: Ref,
         first: Ref,
@@ -145,7 +151,7 @@ def quantized_matmul(
         @pl.when(thread < tiles.halves)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            factors = _Factors(scales, zeros, row_scales, tuple(masks[i] for i in range(masks.shape[0])))
+            factors = _Factors(scales, zeros, row_scales, sizes, tuple(masks[i] for i in range(masks.shape[0])))
             walk(lambda unit, done: build.compute(thread, unit, done, factors, out, memory))
             plgpu.wait_smem_to_gmem(0)
 
@@ -170,10 +176,11 @@ def quantized_matmul(
         kernel_name="quantized_matmul",
     )(
         x,
-        lax.bitcast_convert_type(codes, jnp.uint8),
+        lax.bitcast_convert_type(codes, code.dtype if build.is_of_codes else jnp.uint8),
         scales,
         scales if zeros is None else zeros,
         scales if row_scales is None else row_scales,
+        scales if sizes is None else jnp.pad(sizes, (0, -num_rows % tiles.tokens)),
         visits,
         num_visits,
         jnp.asarray(first, jnp.int32).reshape(1),
@@ -200,6 +207,7 @@ class _Factors(NamedTuple):
     scales: Ref
     zeros: Ref
     of_rows: Ref
+    of_tokens: Ref
     masks: tuple[jax.Array, ...]
 
 
@@ -233,7 +241,12 @@ class QuantizedProduct:
     @property
     def unit(self) -> int:
         """The number of inputs that are added up before they are scaled, all of one group, or all scaled before."""
-        return self.inputs if self.folds else gcd(self.group, self.inputs)
+        return self.inputs if self.folds or self.is_of_codes else gcd(self.group, self.inputs)
+
+    @property
+    def is_of_codes(self) -> bool:
+        """Whether rows of x consist of codes as well, so that a matrix unit multiplies codes in shared memory."""
+        return self.dtype.name == self.code.name
 
     @property
     def folds(self) -> bool:
@@ -255,9 +268,10 @@ class QuantizedProduct:
         stages, row_bytes = self.tiles.stages, self.size // self.code.per_byte
         lanes = next(lanes for lanes in SWIZZLES if self.size % lanes == 0 and self.unit % lanes == 0)
         of_codes = next(lanes for lanes in (self.tiles.line, *SWIZZLES) if row_bytes % lanes == 0)
+        lanes, dtype = (of_codes, self.dtype) if self.is_of_codes else (lanes, jnp.dtype(jnp.uint8))
         return {
             "rows": swizzled((stages, self.tiles.tokens, self.inputs), self.dtype, lanes),
-            "matrices": swizzled((stages, self.columns, self.tiles.line), jnp.dtype(jnp.uint8), of_codes),
+            "matrices": swizzled((stages, self.columns, self.tiles.line), dtype, of_codes),
             "staging": plgpu.SMEM((self.tiles.halves, self.tiles.tokens, TILE), out_dtype),
             "here": barriers(2, stages),
             "free": barriers(self.tiles.halves, stages),
@@ -269,7 +283,11 @@ class QuantizedProduct:
         Four threads have a row of the matrix, each a word of consecutive codes. The matrix unit wants two numbers of
         each thread, then the next two. `Registers.decoded` gives those that are half a word apart.
         """
+        if self.is_of_codes:
+            return x
         pairs = WORD_BYTES * self.code.per_byte // 2
+        # XLA:GPU makes one kernel of this and a norm, and two of a gate's product. Of slices that are stacked it is the
+        # other way round (HLO of a step, H200), and a layer has more norms.
         order = x.reshape(len(x), -1, 4, 2, pairs).transpose(0, 1, 4, 2, 3)
         return order.reshape(x.shape)
 
@@ -313,6 +331,8 @@ class QuantizedProduct:
             return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
 
         def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+            if self.is_of_codes:
+                return (), ()
             if self.folds:
                 count = self.inputs // self.group
                 return self.registers.row_words(factors.scales, unit.matrix, column, step * count, count), ()
@@ -323,18 +343,27 @@ class QuantizedProduct:
             later = of_stage(first + jnp.minimum(step + 1, self.steps - 1))  # under way while this stage is computed
             slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
             plgpu.barrier_wait(memory["here"].at[slot])
-            words = self.registers.words(memory["matrices"].at[slot, pl.ds(half * TILE, TILE)])
-            total = self._plus(total, words, memory["rows"].at[slot], scales, zeros, factors.masks)
+            codes, rows = memory["matrices"].at[slot, pl.ds(half * TILE, TILE)], memory["rows"].at[slot]
+            if self.is_of_codes:
+                # Hopper adds up products of FP8 with fewer bits than float32 has, so each stage is added up alone.
+                total += self._products([(codes, rows.transpose((1, 0)))])[0]
+            else:
+                total = self._plus(total, self.registers.words(codes), rows, scales, zeros, factors.masks)
             plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
             plgpu.barrier_arrive(memory["free"].at[slot])
             return later, total
 
         total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
         _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), total))
+        lost = 2.0**-FOLDED_EXPONENT if self.folds else 1.0
+        if self.folds and not self.has_row_scales:
+            total = total * lost
         if self.has_row_scales:
             [of_row] = self.registers.row_values(factors.of_rows, unit.matrix, column, jnp.int32(0), 1)
-            of_row *= 2.0**-FOLDED_EXPONENT if self.folds else 1.0
-            total = total * lax.broadcast_in_dim(of_row, total.shape, (0,))
+            total = total * lax.broadcast_in_dim(of_row.astype(jnp.float32) * lost, total.shape, (0,))
+        if self.is_of_codes:
+            sizes = self._of_tokens(factors.of_tokens.at[pl.ds(unit.tile, self.tiles.tokens)])
+            total = total * lax.broadcast_in_dim(sizes, total.shape, (1,))
         staging = memory["staging"].at[half]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging.transpose((1, 0))[...] = plgpu.layout_cast(total.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
@@ -373,15 +402,35 @@ class QuantizedProduct:
                 total = total + sums * lax.broadcast_in_dim(scale, total.shape, (0,))
         return total
 
-    def _products(self, operands: Sequence[tuple[jax.Array, Ref]]) -> list[jax.Array]:
-        """Multiplies matrices [64, K] in registers by rows [K, tokens] in shared memory: f32[64, tokens] for each."""
+    def _of_tokens(self, sizes: Ref) -> jax.Array:
+        """Loads f32[tokens] from global memory as the columns of sums are held."""
+        if self.interpret:
+            return sizes[...]
+        return plgpu.load(sizes, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def _products(self, operands: Sequence[tuple[jax.Array | Ref, Ref]]) -> list[jax.Array]:
+        """Multiplies matrices [64, K] by rows [K, tokens] in shared memory: f32[64, tokens] for each.
+
+        The matrices are in registers, or those of codes in shared memory.
+        """
         if self.interpret:  # the interpreter's matrix unit takes no registers
-            return [jnp.dot(matrix, rows[...], preferred_element_type=jnp.float32) for matrix, rows in operands]
+            wide = jnp.float32 if self.is_of_codes else self.dtype  # XLA:CPU would round products of FP8 to float16
+            return [
+                jnp.dot(matrix[...].astype(wide), rows[...].astype(wide), preferred_element_type=jnp.float32)
+                for matrix, rows in operands
+            ]
         shape = TILE, self.tiles.tokens
         if self.matrix_unit == "mma":
             zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            layout = plgpu.Layout.MMA_RHS(self.dtype)
-            return [plgpu.mma(zeros, matrix, plgpu.load(rows, layout=layout)) for matrix, rows in operands]
+            layout, of_matrix = plgpu.Layout.MMA_RHS(self.dtype), plgpu.Layout.MMA_LHS(self.dtype)
+            return [
+                plgpu.mma(
+                    zeros,
+                    plgpu.load(matrix, layout=of_matrix) if self.is_of_codes else matrix,
+                    plgpu.load(rows, layout=layout),
+                )
+                for matrix, rows in operands
+            ]
 
         def multiply(*sums: Ref) -> list[jax.Array]:
             for one, (matrix, rows) in zip(sums, operands, strict=True):

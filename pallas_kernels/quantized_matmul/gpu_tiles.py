@@ -10,7 +10,7 @@ from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT
 from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE
-from pallas_kernels.quantized_matmul.code import FLOAT4, Code
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, Code
 from pallas_kernels.quantized_matmul.registers import FOLDED_GROUP, WORD_BYTES
 
 # The rows of x of a unit. A matrix unit takes a multiple of eight, and 128 x 64 sums, twice, are half of a thread's
@@ -81,19 +81,23 @@ def choose_tiles(
     group: how many inputs have one scale, in `scale_dtype`
     num_groups: the groups of rows of x, each of which has a matrix
 
-    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell.
+    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, if
+    those of the matrix are, and have one scale each.
     """
     out, size = matrix
     num_bytes = size // code.per_byte
     is_taken = out >= TILE and out % SWIZZLED_ROWS == 0 and size == filled_inputs(code, size, group)
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not is_taken or not takes_group(code, group, scale_dtype):
+    is_of_codes = x.dtype.name == E4M3.name == code.name and group == size
+    if not is_taken or not (is_of_codes or x.dtype.name in KERNEL_DTYPES["gpu"]):
+        return None
+    if not takes_group(code, group, scale_dtype):
         return None
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
     is_whole = group % (HALF_LINE * code.per_byte) == 0 or folds(code, scale_dtype)
     most = TOKENS[-1] if is_whole else MOST_WITH_GROUPS
     tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
-    line = LINE if tokens <= MOST_OF_LINES and num_bytes % LINE == 0 else HALF_LINE
+    line = LINE if (tokens <= MOST_OF_LINES or is_of_codes) and num_bytes % LINE == 0 else HALF_LINE
     halves = min(HALVES, out // TILE)
     stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
     staging = halves * TILE * tokens * 4

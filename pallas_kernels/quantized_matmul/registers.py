@@ -91,6 +91,8 @@ class Registers:
         ptxas makes a constant anew for each instruction that has two of them, which would be 64 of 341 instructions
         of a stage of int4.
         """
+        if self.code.name == self.dtype.name:
+            return (0,)  # no code is decoded
         if self.code.name in _FLOATS:
             return 1 << 15, (1 << self._size) - 1 << self._at
         return (15,) if self.code.name == "uint4" else (255,) if _MANTISSA[self.dtype.name] >= 8 else (127, 128)

@@ -15,8 +15,9 @@ from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.filled_up import with_zeros
 from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.rounded_tokens import RoundedTokens
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.forms.scaled_rows import ScaledRows, rounded_by_row
 from jaxvllm.models.ops import InStack, project, project_grouped, project_grouped_gated
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip, chip_named
@@ -134,6 +135,28 @@ def test_a_product_of_any_size(code: Code, group: int | None, scale_dtype: str, 
     decoded = np.asarray(jax.jit(lambda x: form.product(x, arrays, None))(jnp.eye(shape[-1])))
     away = np.abs(np.moveaxis(decoded, 0, -1) - matrix)
     assert away.max() <= {INT8: 0.02, FLOAT4: 0.6}[code] and 0 < away.mean() < 0.12
+
+
+def test_tokens_in_fp8_are_multiplied_as_they_are() -> None:
+    on_gpu = FewBitsForms(Backend("gpu", FORM.chip, interpret=True))
+    form, rows = on_gpu.named("fp8_w8a8"), RoundedTokens(code=E4M3)
+    assert form == GpuGroups(E4M3, None, "float32", rounds_tokens=True, chip=FORM.chip, interpret=True)
+    assert on_gpu.named("fp8_w8a8", of_experts=True) == replace(form, rounds_tokens=False)
+    assert on_gpu.named("int8_w8a8") == RoundedTokens(code=INT8)  # XLA multiplies without a copy
+    rng, device = np.random.default_rng(2), SingleDeviceSharding(jax.devices()[0])
+    matrix = jnp.asarray(rng.standard_normal((2, 40, 150)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((11, 150)), jnp.bfloat16)
+    products = []
+    for kind in (form, rows):
+        decls = kind.declare(ParamDecl(matrix.shape, (None,) * 3, storage="matrix"))
+        arrays = kind.keep(matrix, dict.fromkeys(decls, device))
+        multiply = jax.jit(lambda x, arrays, kind=kind: kind.product(x, arrays, jnp.float32))
+        products.append(np.asarray(multiply(x, arrays)))
+    codes, sizes = (np.asarray(array, np.float64) for array in rounded_by_row(x, E4M3))
+    weights, scales = (np.asarray(arrays[name], np.float64) for name in ("values", "scales"))
+    exact = np.einsum("ti,hoi,t,ho->tho", codes, weights, sizes, scales)
+    for product in products:
+        np.testing.assert_allclose(product, exact, rtol=0, atol=2e-6 * np.abs(exact).max() * 8)
 
 
 @pytest.mark.parametrize(("name", "inputs", "size"), [("nvfp4", 96, 1), ("nvfp4", 96, 2), ("int8", 97, 1)])

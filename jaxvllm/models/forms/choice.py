@@ -73,6 +73,7 @@ class FewBitsForms:
                 stored.scale_dtype,
                 stored.has_zeros,
                 self.shards,
+                rounds_tokens=stored.is_by_row and stored.rounds_tokens and not of_experts and stored.code == E4M3,
                 chip=chip,
                 interpret=self.backend.interpret,
             )
@@ -90,7 +91,9 @@ class FewBitsForms:
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
-        if wanted.rounds_tokens and not (of_experts and isinstance(self.backend.chip, TpuChip | GpuChip)):
+        has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
+        has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
+        if wanted.rounds_tokens and not has_kernel:
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:
             raise NotImplementedError(

@@ -17,6 +17,7 @@ from jaxvllm.models.forms.few_bits import Elements, as_dtype, at_least, of_group
 from jaxvllm.models.forms.filled_up import spread_fill, with_zeros
 from jaxvllm.models.forms.form import Arrays, Experts
 from jaxvllm.models.forms.scaled_groups import CODES, SCALES, ZEROS, ScaledGroups, held_dtype
+from jaxvllm.models.forms.scaled_rows import rounded_by_row
 from jaxvllm.models.tiling import Fill
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.quantized_matmul.code import E4M3, Code
@@ -52,8 +53,11 @@ class GpuGroups(ScaledGroups):
 
     Zeros follow the inputs and the rows of each device's codes, up to the sizes that the kernel takes, and the groups
     of its scales. Where no row is divided among devices, the last group may have fewer inputs than the others.
+
+    rounds_tokens: whether tokens are rounded to the code of rows that have one scale each, as `RoundedTokens` tells
     """
 
+    rounds_tokens: bool = field(default=False, kw_only=True)
     chip: GpuChip = field(kw_only=True)
     interpret: bool = field(default=False, kw_only=True)
 
@@ -198,6 +202,8 @@ class GpuGroups(ScaledGroups):
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 
+        dtype = x.dtype if dtype is None else jnp.dtype(dtype)
+        x, sizes = rounded_by_row(x, self.code) if self.rounds_tokens else (x, None)
         *panels, rows = stacks[0][CODES].shape[1:-1]
         out, inputs = stacks[0][SCALES].shape[1:-1], x.shape[1]
         group = inputs // stacks[0][SCALES].shape[-1]
@@ -210,7 +216,7 @@ class GpuGroups(ScaledGroups):
             gpu.quantized_matmul,
             code=self.code,
             scale_dtype=self.scale_dtype,
-            dtype=x.dtype if dtype is None else jnp.dtype(dtype),
+            dtype=dtype,
             tiles=tiles,
             chip=self.chip,
             interpret=self.interpret,
@@ -219,7 +225,8 @@ class GpuGroups(ScaledGroups):
 
         def of_stack(stack: Arrays) -> jax.Array:
             flat = {name: array.reshape(len(array), -1, array.shape[-1]) for name, array in stack.items()}
-            return multiply(x, flat[CODES], flat[SCALES], flat.get(ZEROS), starts, first, flat.get(ROW_SCALES))
+            of_rows = flat[SCALES] if self.rounds_tokens else flat.get(ROW_SCALES)
+            return multiply(x, flat[CODES], flat[SCALES], flat.get(ZEROS), starts, first, of_rows, sizes)
 
         branches = [partial(of_stack, stack) for stack in stacks]
         # Layers have arrays of their own on a CPU alone, where the kernel is interpreted.
