@@ -41,7 +41,7 @@ FOLDED_EXPONENT = -8
 
 
 @dataclass(frozen=True)
-class Panels:
+class RowPanels:
     """The rows of each part of a matrix: codes have so many, of which the last ones may belong to no row."""
 
     of_codes: int = 1
@@ -56,7 +56,7 @@ class Registers:
     dtype: jnp.dtype
     matrix_unit: MatrixUnit
     interpret: bool
-    panels: Panels = Panels()
+    panels: RowPanels = RowPanels()
 
     @property
     def pairs(self) -> int:

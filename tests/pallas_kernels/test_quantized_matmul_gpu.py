@@ -17,8 +17,9 @@ from pallas_kernels.mosaic_gpu import MatrixUnit
 from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.gpu_product import QuantizedProduct
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
-from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Panels, Registers, twice
+from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, RowPanels, Registers, twice
 from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
@@ -101,10 +102,10 @@ def test_equals_float64(way: Way) -> None:
         assert (error <= SUMS * (np.abs(exact[own]) @ np.abs(matrix.T))).all(), error.max()
 
 
-def product_of(code: Code, dtype: str) -> gpu.QuantizedProduct:
+def product_of(code: Code, dtype: str) -> QuantizedProduct:
     tiles = QuantizedTiles(8, 1, 64, 2, 1)
-    return gpu.QuantizedProduct(
-        tiles, code, "float32", False, False, jnp.dtype(dtype), 512, 128, 64, Panels(), "wgmma", True
+    return QuantizedProduct(
+        tiles, code, "float32", False, False, jnp.dtype(dtype), 512, 128, 64, RowPanels(), "wgmma", True
     )
 
 
