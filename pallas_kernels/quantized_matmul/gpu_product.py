@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul.gpu import SWIZZLES, store_rows
 from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref, barriers, swizzled
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, folds
-from pallas_kernels.quantized_matmul.registers import FOLDED_EXPONENT, WORD_BYTES, RowPanels, Registers
+from pallas_kernels.quantized_matmul.registers import FOLDED_EXPONENT, WORD_BYTES, Registers, RowPanels
 
 # The sums of a thread in the parts of a stage that are multiplied before any is scaled.
 MOST_SUMS = 64

@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
 from pallas_kernels.quantized_matmul.gpu_product import QuantizedProduct
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
-from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, RowPanels, Registers, twice
+from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, RowPanels, twice
 from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
@@ -60,7 +60,7 @@ WAYS = (
     Way(replace(BY_NAME["int8-zeros"], size_in=160), QuantizedTiles(16, 2, 64, 2, 1)),
     Way(replace(BY_NAME["mxfp4"], size_in=192, num_rows=70), QuantizedTiles(64, 1, 64, 2, 1), "b200"),
     Way(replace(BY_NAME["int4"], size_in=384, group=96), QuantizedTiles(8, 1, 64, 2, 2)),
-    Way(NVFP4, QuantizedTiles(8, 2, 64, 2, 1), "b200", "float16"),
+    Way(NVFP4, QuantizedTiles(8, 2, 64, 2, 1), "b200", "float16", counts=(1, 0, 3)),
     Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 2, 64, 2, 1), dtype="float16", counts=(3, 0, 12)),
 )
 
