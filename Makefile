@@ -20,7 +20,7 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo serve test lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle venv \
+.PHONY: demo serve test lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle peers venv \
   constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
@@ -67,7 +67,7 @@ aot: .venv/.stamp .aot/.stamp  ## every kernel and the step, compiled for TPUs a
 bench-kernels: .venv/.stamp  ## attention on the device at hand, beside its peers and what the device could do
 	$(PY) -m benchmarks.kernels $(ARGS)
 
-bench: .venv/.stamp  ## speed on this CPU, beside transformers when `make oracle` was run, and the host's cost of a step
+bench: .venv/.stamp  ## speed on this CPU, beside the engines that `make peers` installs, and the host's cost of a step
 	$(PY) -m benchmarks.cpu
 	$(PY) -m benchmarks.host_step
 
@@ -138,6 +138,32 @@ venv: .venv/.stamp
 	.vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+# pip for the same reason. Nothing here needs torchvision, which is made for the torch that has CUDA.
+.openvino/.stamp: tools/openvino_constraints.txt | $(OWN_UV)
+	$(NEW_VENV) --seed --python 3.11 .openvino
+	.openvino/bin/python -m pip install --quiet --constraint tools/openvino_constraints.txt \
+	  openvino-genai 'optimum-intel[openvino]' nncf torch
+	.openvino/bin/python -m pip uninstall --quiet --yes torchvision
+	@touch $@
+
+# The package of the Python binding has the source of llama.cpp, whose server and quantizer are built for this machine's
+# processor. It takes about ten minutes on two quiet cores. Building the package itself is not needed, nor is downloading a page.
+LLAMACPP_JOBS ?= 2
+.llamacpp/.stamp: tools/llamacpp_constraints.txt | $(OWN_UV)
+	$(NEW_VENV) --seed --python 3.11 .llamacpp
+	.llamacpp/bin/python -m pip install --quiet --constraint tools/llamacpp_constraints.txt cmake ninja
+	.llamacpp/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest .llamacpp/source \
+	  --constraint tools/llamacpp_constraints.txt llama-cpp-python
+	tar -xzf .llamacpp/source/llama_cpp_python-*.tar.gz --directory .llamacpp/source
+	.llamacpp/bin/cmake -S .llamacpp/source/llama_cpp_python-*/vendor/llama.cpp -B .llamacpp/build -G Ninja \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.llamacpp/bin/ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+	  -DBUILD_SHARED_LIBS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+	  -DLLAMA_BUILD_EXAMPLES=OFF
+	.llamacpp/bin/cmake --build .llamacpp/build --parallel $(LLAMACPP_JOBS) --target llama-server llama-quantize
+	@touch $@
+
+peers: .oracle/.stamp .vllm/.stamp .openvino/.stamp .llamacpp/.stamp  ## engines that `python -m benchmarks.cpu` compares
+
 constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, jax held where we measure
 	{ grep '^#' constraints.txt; printf 'hatchling\npip\njax==0.11.2\n' \
 	  | $(UV) pip compile --quiet --upgrade --python $(PY) --extra test --extra aot --no-annotate \
@@ -145,5 +171,5 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .wheel .aot .clients .suites .uv .oracle .vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis \
-	  reports dist site
+	rm -rf .venv .wheel .aot .clients .suites .uv .oracle .vllm .openvino .llamacpp .mypy_cache .ruff_cache \
+	  .pytest_cache .hypothesis reports dist site

@@ -2,7 +2,7 @@
 
 This needs no device. The real scheduler plans every step of every workload, the ladder pads it, and a clock advances
 by what such a step takes (`StepCost`, a straight line). So the figures are the same on every machine, and a ladder
-takes seconds. `cpu` has the line that was measured with model S of `benchmarks/cpu.py` on two cores, and `accelerator`
+takes seconds. `cpu` has the line that was measured with model S of benchmarks/qwen3.py on two cores, and `accelerator`
 that of the roofline of an 8B model on an H100. Each ladder plays twice: with steps that are cut to a size where that is
 quicker (`core/step_sizes.py`), and without. Requests of `chat` end at a token of which the host learns late; the others
 end at a length that it knows. This prints medians of several seeds, and writes

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.cpu import MODEL_S, Workload
-from benchmarks.qwen3 import write_model
+from benchmarks.qwen3 import MODEL_S, write_model
 from benchmarks.result_files import ROOT, machine, spread, write_record
+from benchmarks.workload import Workload
 
 WORKLOADS = (Workload.uniform(1, 128, 128), Workload.uniform(16, 128, 128))
 DEMO = (Workload.uniform(1, 32, 200), Workload.uniform(16, 32, 200))

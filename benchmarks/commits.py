@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bursts import Worker, measure
-from benchmarks.cpu import MODEL_S, Workload
-from benchmarks.qwen3 import write_model
+from benchmarks.qwen3 import MODEL_S, write_model
 from benchmarks.result_files import ROOT, machine, spread, write_record
+from benchmarks.workload import Workload
 
 WORKLOADS = tuple(Workload.uniform(count, 128, 128) for count in (1, 16, 64))
 OPTIONS: dict[str, Any] = {"max_num_seqs": 64}

@@ -1,339 +1,250 @@
-"""Measures output tokens per second on two CPU cores, of this engine and of its peers, in one run.
+"""Measures this engine beside its peers on two CPU cores, in one run that alternates between them, and draws it.
 
-The model is S (Qwen3 architecture, 25.2M random weights), or one with experts (Qwen3 MoE, 32 experts a layer of which a
-token chooses 4). One request runs, or sixteen at once, with 128 tokens in and 128 out, or 64 at once of mixed lengths;
-all greedy, and the end of text is ignored. Each round gives all engines the same new token ids (so no prefix is
-cached), and the next round turns their order round. This prints medians and ranges beside the rates that the memory and
-the arithmetic of this machine would allow, measured here, and writes benchmarks/results/cpu-DATE-COMMIT.json
-(cpu-experts- for the other model, and -bfloat16 before the date). Other load on the machine makes such figures several
-times worse, so the load average is part of the record.
+The models have random weights: S (Qwen3 architecture, 25M), one with experts (Qwen3 MoE, 32 experts a layer of which a
+token chooses 4), and the shape of Qwen3 0.6B. S and experts run one request, or sixteen at once, with 128 tokens in and
+128 out, 64 at once of mixed lengths, and prompts of 512 and 4,096 tokens up to their first token; 0.6B runs one
+request and eight, with 64 tokens in and 128 out. All is greedy, and the end of text is ignored. Each round gives all
+engines the same new token ids (so no prefix is cached), and the next round turns their order round. All engines read
+the same numbers; with --weights each rounds them to 8 or 4 bits in its own way, and is named by its format where it has
+several.
 
-    python -m benchmarks.cpu [--model S] [--rounds 5] [--dtype float32]
+The peers are OpenVINO GenAI, llama.cpp's server, vLLM's build for CPUs and transformers; docs/performance.md says how
+they are installed. vLLM and transformers make no 8 or 4 bits of a checkpoint, so they run plain weights alone, and
+transformers gets no mixed lengths, because its batches are static. A peer that is not installed is left out.
 
-The peers are transformers (`make oracle`), which gets no mixed lengths because its batches are static, and vLLM's build
-for CPUs (`make .vllm/.stamp`). A peer that is not installed is left out.
+This prints medians and ranges beside the rates that the memory and the arithmetic of this machine would allow, measured
+here. The record, benchmarks/results/cpu-MODEL-DTYPE-WEIGHTS-DATE-COMMIT.json, has all rounds, the versions, the options
+of each engine, and how many of the first tokens are those of this engine, which shows that all run the same model;
+where weights are rounded in different ways they part soon. A picture is drawn beside it, with matplotlib, and again by
+benchmarks/cpu_picture.py. Other load on the machine makes such figures several times worse, so the load average is part
+of the record.
+
+    python -m benchmarks.cpu [--model S] [--dtype float32] [--weights plain] [--peers OpenVINO vLLM] [--rounds 5]
 """
 
-import os
-
-# This must come before any library that starts a pool of threads is imported. See THREADS.
-os.environ["OPENBLAS_NUM_THREADS"] = "2"
-os.environ["OMP_NUM_THREADS"] = "2"
-
 import argparse
-import importlib.metadata
+import os
 import platform
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.process import PeerProcess
-from benchmarks.qwen3 import qwen3, qwen3_moe, write_model
+from benchmarks.cpu_picture import draw
+from benchmarks.peer_engines import (
+    INSTALLATIONS,
+    OUR_FORMS,
+    Engine,
+    Installation,
+    Peer,
+    Run,
+    Setting,
+    chosen_installations,
+    our_engines,
+)
+from benchmarks.peer_files import PeerFiles
+from benchmarks.qwen3 import MODEL_EXPERTS, MODEL_S, qwen3_600m
 from benchmarks.result_files import ROOT, machine, spread, write_record
+from benchmarks.roofline import Bound, Roofline, measure_roofline
+from benchmarks.workload import Workload
+from jaxvllm.cli.flags import whole
 
 THREADS = 2
-PEERS = ROOT / "benchmarks" / "peers"
+# Pools of threads are made when their library is imported, which these variables must precede.
+POOLS = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"), str(THREADS))
+# Threads of some peers spin for 0.2 s after their work, which would take a core from the next engine.
+PAUSE_SECONDS = 0.3
 
-VOCAB_SIZE = 4096
-MODEL_S = qwen3(8, 384, 2048, 6, 2, 64, VOCAB_SIZE, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
-MODEL_EXPERTS = qwen3_moe(
-    8, 512, 256, 32, 4, 8, 2, 64, VOCAB_SIZE, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32"
-)
-MODELS = {"S": MODEL_S, "experts": MODEL_EXPERTS}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Requests that arrive at once, each with a number of tokens in and out."""
-
-    name: str
-    prompt_tokens: tuple[int, ...]
-    output_tokens: tuple[int, ...]
-
-    @classmethod
-    def uniform(cls, requests: int, prompt_tokens: int, output_tokens: int) -> Self:
-        plural = "s" if requests > 1 else ""
-        name = f"{requests} request{plural}, {prompt_tokens} in, {output_tokens} out"
-        return cls(name, (prompt_tokens,) * requests, (output_tokens,) * requests)
-
-    @classmethod
-    def mixed(cls, requests: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int]) -> Self:
-        """Returns requests whose lengths are uniform from the first of a pair to the second, the same in every run."""
-        rng = np.random.default_rng(requests)
-        lengths = [
-            tuple(rng.integers(low, high + 1, requests).tolist()) for low, high in (prompt_tokens, output_tokens)
-        ]
-        first, last = ("-".join(map(str, pair)) for pair in (prompt_tokens, output_tokens))
-        return cls(f"{requests} requests, {first} in, {last} out", *lengths)
-
-    @property
-    def requests(self) -> int:
-        return len(self.prompt_tokens)
-
-    @property
-    def is_uniform(self) -> bool:
-        return len(set(self.prompt_tokens)) == len(set(self.output_tokens)) == 1
-
-    def prompts(self, round_: int) -> list[list[int]]:
-        """Returns the token ids of a round. The workload is part of the seed, so that no two share a prompt."""
-        rng = np.random.default_rng([self.requests, round_])
-        return [rng.integers(3, VOCAB_SIZE, count).tolist() for count in self.prompt_tokens]
-
-
+LONGEST = 8192  # positions: the longest prompt and more
+MODELS = {
+    "S": MODEL_S | {"max_position_embeddings": LONGEST},
+    "experts": MODEL_EXPERTS | {"max_position_embeddings": LONGEST},
+    "0.6B": qwen3_600m(max_position_embeddings=LONGEST),
+}
 WORKLOADS = (
     Workload.uniform(1, 128, 128),
     Workload.uniform(16, 128, 128),
     Workload.mixed(64, (16, 512), (16, 128)),
+    Workload.prompt(512),
+    Workload.prompt(4096),
 )
+LARGE_WORKLOADS = (Workload.uniform(1, 64, 128), Workload.uniform(8, 64, 128))
+# A number's bytes at least: scales come on top.
+WEIGHT_BYTES = {"int8": 1.0, "int4": 0.5}
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a workload: wall seconds, mean seconds to a first token, and output tokens of each request."""
-
-    seconds: float
-    first_token_seconds: float
-    counts: list[int]
+def workloads(model: str) -> tuple[Workload, ...]:
+    return LARGE_WORKLOADS if model == "0.6B" else WORKLOADS
 
 
-class Engine(Protocol):
-    name: str
-    versions: dict[str, str]
-
-    def takes(self, load: Workload) -> bool: ...
-
-    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run: ...
-
-
-class Ours:
-    """jaxvllm in this process."""
-
-    name = "jaxvllm"
-
-    def __init__(self, model: Path, dtype: str) -> None:
-        from jaxvllm import LLM, __version__
-
-        self.llm = LLM(
-            model=str(model),
-            load_format="dummy",
-            dtype=dtype,
-            max_model_len=1024,
-            max_num_seqs=64,
-            warm_up="full",  # compiling in the background would take the cores from all engines
-        )
-        self.versions = {"jaxvllm": __version__, "jax": importlib.metadata.version("jax")}
-
-    def takes(self, load: Workload) -> bool:
-        return True
-
-    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run:
-        from jaxvllm import SamplingParams
-
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-            for count in output_tokens
-        ]
-        start = time.perf_counter()
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        waits = [output.metrics.first_token_seconds or 0.0 for output in outputs if output.metrics]
-        return Run(seconds, statistics.fmean(waits), [len(output.outputs[0].token_ids) for output in outputs])
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The environment in which a peer is installed, and its worker."""
-
-    name: str
-    python: Path
-    worker: Path
-    is_static: bool  # whether it takes only requests of one shape
-
-
-INSTALLATIONS = (
-    Installation("transformers", ROOT / ".oracle" / "bin" / "python", PEERS / "transformers_worker.py", is_static=True),
-    Installation("vLLM", ROOT / ".vllm" / "bin" / "python", PEERS / "vllm_cpu.py", is_static=False),
-)
-
-
-class Peer:
-    """A peer that is installed."""
-
-    def __init__(self, installation: Installation, model: Path, dtype: str) -> None:
-        self.name, self._is_static = installation.name, installation.is_static
-        self._process = PeerProcess(installation.python, installation.worker)
-        self.versions = self._process.ask({"load": str(model), "threads": THREADS, "dtype": dtype})["versions"]
-
-    def takes(self, load: Workload) -> bool:
-        return load.is_uniform or not self._is_static
-
-    def run(self, prompts: list[list[int]], output_tokens: tuple[int, ...]) -> Run:
-        return Run(**self._process.ask({"prompts": prompts, "max_tokens": output_tokens}))
-
-    def close(self) -> None:
-        self._process.close()
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """The best that this machine does with THREADS threads, in bytes and float32 operations per second.
-
-    NumPy has no matrix products in bfloat16, which take half of the time where the CPU has instructions for them.
-    """
-
-    read: float
-    copy: float
-    flops: float
-
-    def tokens_per_second(self, c: dict[str, Any], load: Workload) -> float:
-        """Returns the output tokens per second if a step read each weight and key once, and nothing else took time.
-
-        It is that of float32, for the model of the config `c` and requests of one shape. Rows choose experts at random.
-        """
-        heads = (2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]) * c["head_dim"]
-        multiplied = read = c["intermediate_size"]
-        if num_experts := c.get("num_experts"):
-            multiplied = c["num_experts_per_tok"] * c["moe_intermediate_size"]
-            not_chosen = (1 - c["num_experts_per_tok"] / num_experts) ** load.requests
-            read = num_experts * (1 - not_chosen) * c["moe_intermediate_size"]
-        of_row, weights = (
-            c["hidden_size"] * (c["num_hidden_layers"] * (heads + 3 * ffn) + c["vocab_size"])
-            for ffn in (multiplied, read)
-        )
-        kv_token = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-        [prompt_tokens], [output_tokens] = set(load.prompt_tokens), set(load.output_tokens)
-        context = prompt_tokens + output_tokens / 2
-        step = max(
-            4 * (weights + load.requests * context * kv_token) / self.read,
-            2 * of_row * load.requests / self.flops,
-        )
-        prefill = 2 * of_row * load.requests * prompt_tokens / self.flops
-        return float(load.requests * output_tokens / (prefill + (output_tokens - 1) * step))
-
-
-def best_seconds(work: Callable[[], object], tries: int = 7) -> float:
-    seconds = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def measure_roofline() -> Roofline:
-    """Measures reads by matrix-vector products, copies by a thread on each core, and arithmetic by matrix products."""
-    matrix, vector = np.ones((8192, 8192), np.float32), np.ones(8192, np.float32)  # 256 MiB: beyond any cache
-    halves = [(np.empty_like(half), half) for half in np.split(matrix, THREADS)]
-    square = np.ones((2048, 2048), np.float32)
-
-    def copy() -> None:
-        threads = [threading.Thread(target=np.copyto, args=pair) for pair in halves]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    copy()  # the first copy pays for the pages
-    return Roofline(
-        read=matrix.nbytes / best_seconds(lambda: matrix @ vector),
-        copy=2 * matrix.nbytes / best_seconds(copy),
-        flops=2 * 2048**3 / best_seconds(lambda: square @ square),
-    )
-
-
-def measure(engines: list[Engine], load: Workload, rounds: int) -> dict[str, list[Run]]:
+def measure(engines: Sequence[Engine], load: Workload, rounds: int) -> dict[str, list[Run]]:
     """Measures the engines. Round 0 warms them up and is dropped; after that, each round turns their order round."""
     engines = [engine for engine in engines if engine.takes(load)]
     runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
     for round_ in range(rounds + 1):
         prompts = load.prompts(round_)
         for engine in engines if round_ % 2 else engines[::-1]:
+            time.sleep(PAUSE_SECONDS)
             run = engine.run(prompts, load.output_tokens)
-            if run.counts != list(load.output_tokens):
-                raise RuntimeError(f"{engine.name} gave {run.counts} tokens, not {load.output_tokens}")
+            counts = [len(tokens) for tokens in run.tokens]
+            if counts != list(load.output_tokens):
+                raise RuntimeError(f"{engine.name} gave {counts} tokens, not {load.output_tokens}")
             if round_:
                 runs[engine.name].append(run)
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one to warm up")
-    parser.add_argument("--model", choices=tuple(MODELS), default="S")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+def result(load: Workload, name: str, series: Sequence[Run], ours: Sequence[Run]) -> dict[str, Any]:
+    """Returns the record of an engine's rounds. `ours` are those of this engine with the same prompts."""
+    rates = [sum(load.output_tokens) / run.seconds for run in series]
+    waits = [1000 * run.first_token_seconds for run in series]
+    agreeing = [count for run, own in zip(series, ours, strict=True) for count in run.agreeing(own)]
+    return {
+        "workload": asdict(load),
+        "engine": name,
+        "tokens_per_second": rates,
+        "tokens_per_second_median": statistics.median(rates),
+        "first_token_ms": waits,
+        "first_token_ms_median": statistics.median(waits),
+        "first_tokens_that_agree": {
+            "median": statistics.median(agreeing),
+            "least": min(agreeing),
+        },
+    }
 
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # the worker inherits it
-    device, model = machine(), MODELS[args.model]
-    roofline = measure_roofline()
-    with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory), model)
-        engines: list[Engine] = [Ours(Path(directory), args.dtype)]
-        peers: list[Peer] = []
-        try:
-            for installation in INSTALLATIONS:
-                if installation.python.exists():
-                    peers.append(Peer(installation, Path(directory), args.dtype))
-                else:
-                    print(f"without {installation.name}: there is no {installation.python}", file=sys.stderr)
-            engines += peers
-            measured = [(load, measure(engines, load, args.rounds)) for load in WORKLOADS]
-        finally:
-            for peer in peers:
-                peer.close()
 
-    print(f"{device['cpu']}, {THREADS} threads, load average {device['load_average_at_start']:.2f}")
-    print(
-        f"reads {roofline.read / 1e9:.1f} GB/s, copies {roofline.copy / 1e9:.1f} GB/s,"
-        f" {roofline.flops / 1e9:.0f} GFLOP/s\n"
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=tuple(MODELS), default="S", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of what is computed (default: %(default)s)"
     )
-    print(f"median (range) of {args.rounds} rounds\n")
-    print("| workload | engine | output tokens/s | first token, ms |\n|---|---|---|---|")
-    results = []
-    for load, runs in measured:
-        for name, series in runs.items():
-            rates = [sum(run.counts) / run.seconds for run in series]
-            waits = [1000 * run.first_token_seconds for run in series]
-            print(f"| {load.name} | {name} | {spread(rates)} | {spread(waits, 0)} |")
-            results.append(
-                {
-                    "workload": asdict(load),
-                    "engine": name,
-                    "tokens_per_second": rates,
-                    "tokens_per_second_median": statistics.median(rates),
-                    "first_token_ms": waits,
-                    "first_token_ms_median": statistics.median(waits),
-                }
-            )
-        if load.is_uniform and args.dtype == "float32":
-            print(f"| {load.name} | roofline | {roofline.tokens_per_second(model, load):.0f} | |")
+    parser.add_argument(
+        "--weights", choices=tuple(OUR_FORMS), default="plain", help="how they are rounded (default: %(default)s)"
+    )
+    names = [one.name for one in INSTALLATIONS]
+    parser.add_argument("--peers", nargs="*", choices=names, help="(default: all that are installed)")
+    parser.add_argument(
+        "--rounds", type=whole(1, 100), default=5, metavar="N", help="after one to warm up (default: 5)"
+    )
 
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the record and the picture."""
+    if any(os.environ.get(name) != value for name, value in POOLS.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | POOLS)
+    installations, left_out = chosen_installations(args.peers, args.weights)
+    print("\n".join(left_out), file=sys.stderr)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # the workers inherit it
+    device, config = machine(), MODELS[args.model] | {"torch_dtype": args.dtype}
+    loads = workloads(args.model)
+    roofline = measure_roofline(args.dtype, THREADS)
+    setting = Setting(args.dtype, THREADS, max(load.longest for load in loads), max(load.requests for load in loads))
+    with tempfile.TemporaryDirectory() as directory:
+        engines, measured = run_engines(
+            PeerFiles(Path(directory), config), args.weights, setting, installations, loads, args.rounds
+        )
+    number_bytes = {"float32": 4.0, "bfloat16": 2.0}[args.dtype]
+    bounds = {
+        load.name: roofline.bound(config, load, WEIGHT_BYTES.get(args.weights, number_bytes), number_bytes)
+        for load in loads
+        if load.is_uniform
+    }
+    tell(device, roofline, measured, bounds, args.rounds)
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     for engine in engines:
         versions |= engine.versions
     record = {
         "threads": THREADS,
         "versions": versions,
-        "model": model,
+        "model_name": args.model,
+        "model": config,
         "dtype": args.dtype,
-        "prompt_seed": "[requests, round], rounds from 1",
-        "roofline": asdict(roofline)
-        | {load.name: roofline.tokens_per_second(model, load) for load in WORKLOADS if load.is_uniform},
-        "results": results,
+        "weights": args.weights,
+        "settings": {engine.name: engine.settings for engine in engines},
+        "prompt_seed": "[requests, tokens of all prompts, round], rounds from 1",
+        "roofline": asdict(roofline) | {name: asdict(bound) for name, bound in bounds.items()},
+        "load_average_at_end": os.getloadavg()[0],
+        "results": [
+            result(load, name, series, runs[engines[0].name])
+            for load, runs in measured
+            for name, series in runs.items()
+        ],
     }
-    parts = ("cpu", args.model if args.model != "S" else "", args.dtype if args.dtype != "float32" else "")
-    path = write_record("-".join(filter(None, parts)), device, record)
+    path = write_record("-".join(("cpu", args.model, args.dtype, args.weights)), device, record)
     print(f"\nwritten to {path.relative_to(ROOT)}")
+    if find_spec("matplotlib") is not None:
+        draw([path], path.with_suffix(".png"))
+    return 0
+
+
+def run_engines(
+    files: PeerFiles,
+    weights: str,
+    setting: Setting,
+    installations: Sequence[Installation],
+    loads: Sequence[Workload],
+    rounds: int,
+) -> tuple[list[Engine], list[tuple[Workload, dict[str, list[Run]]]]]:
+    """Starts the engines, the first of which is this one, and returns them with what they did."""
+    peers: list[Peer] = []
+    try:
+        for installation in installations:
+            for name, kind in installation.engine_names(weights):
+                print(f"starting {name}", file=sys.stderr)
+                peers.append(Peer(name, installation, files.path(kind), setting))
+        engines: list[Engine] = [*our_engines(files, weights, setting), *peers]
+        measured = []
+        for load in loads:
+            print(f"measuring {load.name}", file=sys.stderr)
+            measured.append((load, measure(engines, load, rounds)))
+        return engines, measured
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def tell(
+    device: dict[str, Any],
+    roofline: Roofline,
+    measured: Sequence[tuple[Workload, dict[str, list[Run]]]],
+    bounds: dict[str, Bound],
+    rounds: int,
+) -> None:
+    """Prints the table."""
+    print(f"{device['cpu']}, {THREADS} threads, load average {device['load_average_at_start']:.2f}")
+    print(
+        f"reads {roofline.read / 1e9:.1f} GB/s, copies {roofline.copy / 1e9:.1f} GB/s,"
+        f" {roofline.flops / 1e9:.0f} GFLOP/s\n"
+    )
+    print(f"median (range) of {rounds} rounds; of all requests, the median number of first tokens that are jaxvllm's\n")
+    print("| workload | engine | output tokens/s | first token, ms | same first tokens |\n|---|---|---|---|---|")
+    for load, runs in measured:
+        ours = next(iter(runs.values()))
+        for name, series in runs.items():
+            one = result(load, name, series, ours)
+            rates = "" if load.is_prompt else spread(one["tokens_per_second"])
+            same = f"{one['first_tokens_that_agree']['median']:g} of {statistics.median(load.output_tokens):g}"
+            print(f"| {load.name} | {name} | {rates} | {spread(one['first_token_ms'], 0)} | {same} |")
+        if bound := bounds.get(load.name):
+            rate = "" if load.is_prompt else f"{bound.tokens_per_second:.0f}"
+            print(f"| {load.name} | roofline | {rate} | {1000 * bound.first_token_seconds:.0f} | |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser)
+    args = parser.parse_args()
+    try:
+        run(args)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Says where the time of a step goes on this CPU: matmuls, attention, KV write, sampling, the rest, and the host.
 
-Model S of benchmarks/cpu.py decodes 1, 16 and 64 rows after prompts of 128 tokens, and computes prompts of 512 tokens,
+Model S of benchmarks/qwen3.py decodes 1, 16 or 64 rows after prompts of 128 tokens, and computes prompts of 512 tokens,
 one at a time. A profile of XLA's operations is grouped by what each of them is; the time of a step is measured without
 the profiler. It prints the table and writes benchmarks/results/cpu-step-DATE-COMMIT.json
 (for bfloat16 cpu-step-bfloat16-DATE-COMMIT.json).
@@ -23,12 +23,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.cpu import MODELS, VOCAB_SIZE
-from benchmarks.qwen3 import write_model
+from benchmarks.qwen3 import MODEL_EXPERTS, MODEL_S, write_model
 from benchmarks.result_files import ROOT, machine, write_record
+from benchmarks.workload import VOCAB_SIZE
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.engine.stats import StepReport
 
+MODELS = {"S": MODEL_S, "experts": MODEL_EXPERTS}
 OUTPUT_TOKENS = 64
 ROUNDS = 5
 KINDS = ("matmuls", "experts", "attention", "KV write", "sampling", "norms, rope, activation")

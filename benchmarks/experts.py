@@ -66,7 +66,7 @@ class Contender:
                     jnp.asarray(dummy_array(name, decl, layer, "float32", 0)),
                     name,
                     decl,
-                    True,
+                    layer,
                     lambda part: sharding(part.axes),
                 )
                 for layer in range(NUM_LAYERS)

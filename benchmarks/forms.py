@@ -23,10 +23,13 @@ import numpy as np
 from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.scaled_rows import int8_form
 from jaxvllm.models.ops import OneOf, project
+from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, place
@@ -45,14 +48,15 @@ class Contender:
 
     def matrices(self) -> list[Any]:
         """Returns the matrices of all layers as an engine would keep them."""
-        decl = ParamDecl((OUT, IN), (None, None), storage="matrix")
+        decl = ParamDecl((OUT, IN), (None, None), storage="matrix", dtype=self.dtype)
+        form = self.form.of_matrix(decl)
         sharding = place(make_mesh(MeshShape(1, 1), jax.devices()[:1]))
-        where = {name: sharding(part.axes) for name, part in self.form.declare(decl).items()}
+        where = {name: sharding(part.axes) for name, part in form.declare(decl).items()}
         random = np.random.default_rng(0)
         kept = []
         for _ in range(NUM_LAYERS):
             matrix = jnp.asarray(random.normal(size=(OUT, IN)) / IN**0.5, self.dtype)
-            kept.append(self.form.wrapped(self.form.keep(matrix, where)))
+            kept.append(form.wrapped(form.keep(matrix, where)))
         return kept
 
 
@@ -103,12 +107,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds, after one to warm up")
     args = parser.parse_args()
     device, chip = machine(), host_chip()
+    integers = FewBitsForms(Backend("cpu", chip))
     contenders = (
         Contender("float32, XLA", PLAIN, "float32"),
-        Contender("float32, our kernel", CpuKernel(chip), "float32"),
-        Contender("bfloat16, our kernel", CpuKernel(chip), "bfloat16"),
+        Contender("float32, as stored", CpuKernel(chip), "float32"),
+        Contender("float32, packed", Packed(chip, "float32"), "float32"),
+        Contender("bfloat16, as stored", CpuKernel(chip), "bfloat16"),
+        Contender("bfloat16, packed", Packed(chip, "bfloat16"), "bfloat16"),
         Contender("int8, our kernel, float32 rows", int8_form(chip), "float32"),
         Contender("int8, our kernel, bfloat16 rows", int8_form(chip), "bfloat16"),
+        Contender("int8 in panels, rounded rows", integers.named("int8"), "float32"),
+        Contender("int4 in panels, rounded rows", integers.named("int4"), "float32"),
     )
     kept = {one.name: one.matrices() for one in contenders}
     num_bytes = {

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu import MODEL_S
-from benchmarks.qwen3 import write_model
+from benchmarks.qwen3 import MODEL_S, write_model
 from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm import LLM, SamplingParams
 

@@ -1,6 +1,7 @@
 """Models of the Qwen3 family with random weights, in any size, for benchmarks."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def qwen3_600m(**others: Any) -> dict[str, Any]:
     return qwen3(28, 1024, 3072, 16, 8, 128, 151_936, tie_word_embeddings=True, **others)
 
 
+MODEL_S = qwen3(8, 384, 2048, 6, 2, 64, 4096, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32")
+MODEL_EXPERTS = qwen3_moe(
+    8, 512, 256, 32, 4, 8, 2, 64, 4096, max_position_embeddings=1024, rope_theta=1e4, torch_dtype="float32"
+)
+
+
 def write_model(directory: Path, config: dict[str, Any]) -> None:
     """Writes a checkpoint without weights. Its tokenizer has a word for each of the first tokens: t0, t1, ..."""
     vocabulary = {f"t{token}": token for token in range(min(4096, config["vocab_size"]))}
@@ -79,12 +86,17 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def write_weights(directory: Path, config: dict[str, Any]) -> None:
-    """Writes random weights of `config`, whose embeddings are tied, in the dtype that it states."""
+def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of a checkpoint of `config`, by name."""
     hidden, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
-    of_layer = {
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    of_layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
         "self_attn.q_proj": (heads, hidden),
@@ -93,16 +105,35 @@ def write_weights(directory: Path, config: dict[str, Any]) -> None:
         "self_attn.o_proj": (hidden, heads),
         "self_attn.q_norm": (head,),
         "self_attn.k_norm": (head,),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
     }
+    networks = ["mlp"]
+    if num_experts := config.get("num_experts"):
+        ffn = config["moe_intermediate_size"]
+        of_layer["mlp.gate"] = (num_experts, hidden)
+        networks = [f"mlp.experts.{expert}" for expert in range(num_experts)]
+    for network in networks:
+        of_layer |= {f"{network}.{name}_proj": (ffn, hidden) for name in ("gate", "up")}
+        of_layer[f"{network}.down_proj"] = (hidden, ffn)
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def random_weights(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a checkpoint of `config` in the dtype that it states, the same in every call.
+
+    Norms are ones. Matrices keep the variance of what they multiply, so that tokens depend on every layer, and two
+    engines that choose the same ones run the same model.
+    """
     random = np.random.default_rng(0)
     dtype = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}[config["torch_dtype"]]
-    tensors = {
-        name: (random.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype, copy=False)
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, directory / "model.safetensors")
+    for name, shape in weight_shapes(config).items():
+        tensor = np.ones(shape, np.float32)
+        if len(shape) == 2:
+            tensor = random.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
+        yield name, tensor.astype(dtype, copy=False)
+
+
+def write_weights(directory: Path, config: dict[str, Any]) -> None:
+    """Writes the `random_weights` of `config`."""
+    save_file(dict(random_weights(config)), directory / "model.safetensors")

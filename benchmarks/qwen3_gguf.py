@@ -1,6 +1,6 @@
 """A GGUF file of a model of the Qwen3 family with random weights, for benchmarks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,58 +9,98 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.qwen3 import random_weights, weight_shapes
+
 # The places in a block of its numbers in half precision: scales, and what is subtracted.
 _HALVES = {Kind.Q4_K: ((0, 2e-4), (2, 1e-3)), Kind.Q6_K: ((208, 2e-5),)}
+
+
+def write_gguf(path: Path, config: dict[str, Any]) -> None:
+    """Writes the `random_weights` of `config`: matrices in the dtype that it states, norms and routers in float32."""
+    writer = _writer(path, config)
+    names = _names(config)
+    experts: list[np.ndarray] = []
+    for name, tensor in random_weights(config):
+        if ".experts." in name:  # a file has them together: gate, up and down of each expert follow one another here
+            experts.append(tensor)
+            if len(experts) == 3 * config["num_experts"]:
+                for index, of in enumerate(("gate_proj", "up_proj", "down_proj")):
+                    prefix = name.partition(".experts.")[0]
+                    _add_matrices(writer, names(f"{prefix}.experts.{of}"), np.stack(experts[index::3]))
+                experts = []
+        elif tensor.ndim == 1 or name.endswith("mlp.gate.weight"):
+            writer.add_tensor(names(name), tensor.astype(np.float32))
+        else:
+            _add_matrices(writer, names(name), tensor)
+    _write(writer)
 
 
 def write_q4_k_m(path: Path, config: dict[str, Any]) -> None:
     """Writes random weights, in the types that llama.cpp's Q4_K_M gives them, and a vocabulary of byte-level BPE.
 
-    Q4_K_M has the embedding, and the values and the down projections of half of the layers, in Q6_K.
+    Q4_K_M has the embedding, and the values and the down projections of half of the layers, in Q6_K. The model has no
+    experts.
     """
-    layers, hidden, head = config["num_hidden_layers"], config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    ffn = config["intermediate_size"]
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_block_count(layers)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    layers = config["num_hidden_layers"]
+    writer = _writer(path, config)
     writer.add_file_type(15)
-    _add_vocabulary(writer, config["vocab_size"])
-    shapes = {"token_embd": (config["vocab_size"], hidden), "output_norm": (hidden,)}
-    of_layer = {
-        "attn_norm": (hidden,),
-        "attn_q": (heads * head, hidden),
-        "attn_k": (kv_heads * head, hidden),
-        "attn_v": (kv_heads * head, hidden),
-        "attn_output": (hidden, heads * head),
-        "attn_q_norm": (head,),
-        "attn_k_norm": (head,),
-        "ffn_norm": (hidden,),
-        "ffn_gate": (ffn, hidden),
-        "ffn_up": (ffn, hidden),
-        "ffn_down": (hidden, ffn),
-    }
-    for layer in range(layers):
-        shapes |= {f"blk.{layer}.{name}": shape for name, shape in of_layer.items()}
+    names = _names(config)
     random = np.random.default_rng(0)
-    for name, shape in shapes.items():
+    for name, shape in weight_shapes(config).items():
         if len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            writer.add_tensor(names(name), np.ones(shape, np.float32))
             continue
-        layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
-        is_large = name.endswith(("attn_v", "ffn_down")) and (
+        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0
+        is_large = name.endswith(("v_proj.weight", "down_proj.weight")) and (
             layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
         )
-        kind = Kind.Q6_K if is_large or name == "token_embd" else Kind.Q4_K
-        writer.add_tensor(f"{name}.weight", _blocks(random, shape, kind), raw_dtype=kind)
+        kind = Kind.Q6_K if is_large or name == "model.embed_tokens.weight" else Kind.Q4_K
+        writer.add_tensor(names(name), _blocks(random, shape, kind), raw_dtype=kind)
+    _write(writer)
+
+
+def _writer(path: Path, config: dict[str, Any]) -> gguf.GGUFWriter:
+    """Returns the writer of a file that has its metadata and vocabulary, and no tensors yet."""
+    writer = gguf.GGUFWriter(path, _architecture(config))
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if num_experts := config.get("num_experts"):
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _add_vocabulary(writer, config["vocab_size"])
+    return writer
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return str(config["model_type"]).replace("_", "")
+
+
+def _names(config: dict[str, Any]) -> Callable[[str], str]:
+    """Returns the function from the name of a tensor in a checkpoint to its name in a file."""
+    [architecture] = [arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == _architecture(config)]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+
+    def name_of(name: str) -> str:
+        return f"{names.get_name(name.removesuffix('.weight'))}.weight"
+
+    return name_of
+
+
+def _add_matrices(writer: gguf.GGUFWriter, name: str, tensor: np.ndarray) -> None:
+    kind = Kind.F32 if tensor.dtype == np.float32 else Kind.BF16
+    writer.add_tensor(name, tensor.view(np.uint8), raw_dtype=kind)
+
+
+def _write(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

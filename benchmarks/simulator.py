@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cpu import MODEL_S
-from benchmarks.qwen3 import write_model
+from benchmarks.qwen3 import MODEL_S, write_model
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm.bench.samples import PrefixRepetition, Random
 from jaxvllm.bench.summary import Summary
@@ -71,7 +70,7 @@ def loads(rates: Sequence[float], count: int) -> dict[str, Workload]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="model S of benchmarks/cpu.py, not the demo model")
+    parser.add_argument("--small", action="store_true", help="model S of benchmarks/qwen3.py, not the demo model")
     parser.add_argument("--seconds", type=float, default=40.0, help="time to measure steps, in all rounds")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="of the throughput")
     parser.add_argument("--num-prompts", type=int, default=150)

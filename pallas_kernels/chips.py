@@ -5,8 +5,8 @@ a v7x device is one of the two, with half of the memory and rates. Rates are the
 a program can really use. Nothing here asks for a device, so kernels take a chip as an argument and compile anywhere.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 KIB = 2**10
 MIB = 2**20
@@ -67,12 +67,27 @@ class CpuChip:
     name: str  # LLVM's name of the CPU, such as znver4
     triple: str  # such as x86_64-unknown-linux-gnu
     features: str  # LLVM's, with signs: +avx2,-avx512f
+    # Features that it lacks and that kernels use all the same: their instructions become other code, which computes the
+    # same. Tests run the kernels of other CPUs so.
+    emulated: tuple[str, ...] = ()
+
+    def has(self, feature: str) -> bool:
+        """Returns whether kernels use the instructions of this feature, by LLVM's name for it.
+
+        The name of a CPU says less: a virtual machine may hide features, or have more than the CPU that LLVM takes it
+        for (a Xeon with AMX was called rocketlake).
+        """
+        return f"+{feature}" in self.features.split(",") or feature in self.emulated
+
+    def without(self, *features: str) -> Self:
+        """Returns the same CPU without these features."""
+        known = self.features.split(",")
+        return replace(self, features=",".join(f"-{one[1:]}" if one[1:] in features else one for one in known))
 
     @property
     def lanes(self) -> int:
         """The number of float32 in a vector register."""
-        known = self.features.split(",")
-        return 16 if "+avx512f" in known else 8 if "+avx2" in known else 4
+        return 16 if self.has("avx512f") else 8 if self.has("avx2") else 4
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -89,14 +104,27 @@ class CpuChip:
         return 16 if self.lanes == 8 else 4 * self.lanes
 
     @property
-    def has_bf16_dot(self) -> bool:
-        """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
-        return "+avx512bf16" in self.features.split(",")
+    def has_scale(self) -> bool:
+        """Whether it multiplies vectors of float32 by powers of two."""
+        return "+avx512f" in self.features.split(",")
 
     @property
-    def has_byte_dot(self) -> bool:
-        """Whether it multiplies unsigned by signed bytes and adds four products up in int32, in whole vectors."""
-        return "+avx512vnni" in self.features.split(",")
+    def has_bf16_dot(self) -> bool:
+        """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
+        return self.has("avx512bf16") or self.has("bf16")  # x86-64's and ARM64's
+
+    @property
+    def has_bf16_tiles(self) -> bool:
+        """Whether it multiplies matrices of bfloat16 in tile registers (AMX), beside vectors of AVX-512.
+
+        Four tiles are as wide as a panel for AVX-512. No CPU has AMX alone, but a virtual machine may show it so.
+        """
+        return self.has("amx-tile") and self.has("amx-bf16") and self.has("avx512f")
+
+    @property
+    def has_byte_tiles(self) -> bool:
+        """Whether it multiplies matrices of bytes in tile registers (AMX), beside vectors of AVX-512."""
+        return self.has("amx-tile") and self.has("amx-int8") and self.has("avx512f")
 
 
 Chip = TpuChip | GpuChip

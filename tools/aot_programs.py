@@ -58,6 +58,8 @@ from pallas_kernels.quantized_matmul.cases import SERVING as QUANTIZED_SERVING
 from pallas_kernels.quantized_matmul.cases import QuantizedCase
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
+    AbstractPages,
+    KVPages,
     RaggedRows,
     backend_for,
     kv_pages_struct,
@@ -310,7 +312,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     backend = backend_for(case.head_size, backend, case.latent_size)
 
-    def pool(num_pages: int) -> jax.ShapeDtypeStruct:
+    def pool(num_pages: int) -> AbstractPages:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
         return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
 
@@ -320,13 +322,12 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
         return _compile_attention(case, pages, backend, mesh)
 
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads are an eighth of it, in float32 a quarter.
-    name, size = f"attention/{case.name}/{backend.kind}", _num_bytes(pages)
-    return Program(name, MeshShape(1, 1), size, size // LAYERS, compile_for)
+    name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
+    # Scales of tokens are few, and of all layers they are more than activations.
+    return Program(name, MeshShape(1, 1), _num_bytes(pages), min(codes // LAYERS, *scales, codes), compile_for)
 
 
-def _compile_attention(
-    case: RaggedCase, pages: jax.ShapeDtypeStruct, backend: Backend, mesh: Mesh
-) -> jax.stages.Compiled:
+def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend, mesh: Mesh) -> jax.stages.Compiled:
     """Compiles a scan over layers like the decoder's. Each layer attends with the output of the one before it."""
     T, R, H, K, D = case.num_tokens, len(case.rows), case.num_heads, case.num_kv_heads, case.head_size
 
@@ -334,18 +335,18 @@ def _compile_attention(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array | None,
-        kv_pages: jax.Array,
+        kv_pages: KVPages,
         page_table: jax.Array,
         starts: jax.Array,
         lengths: jax.Array,
         sinks: jax.Array | None,
         slopes: jax.Array | None,
         kv_scales: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, KVPages]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
         plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend, latent_size=case.latent_size)
 
-        def layer(carry: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        def layer(carry: tuple[jax.Array, KVPages], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.
             (q, kv_pages), (number, window) = carry, xs
             out, kv_pages = ragged_paged_attention(
@@ -380,13 +381,13 @@ def _compile_attention(
         on_device((T, H, D), DTYPE),
         on_device((T, K, D), DTYPE),
         None if case.latent_size else on_device((T, K, D), DTYPE),
-        on_device(pages.shape, pages.dtype),
+        jax.tree.map(lambda x: on_device(x.shape, x.dtype), pages),
         on_device((R, case.max_pages), i32),
         on_device((R,), i32),
         on_device((R,), i32),
         on_device((H,), f32) if case.sinks else None,
         on_device((H,), f32) if case.slopes else None,
-        on_device((2, K), f32) if case.kv_dtype else None,
+        on_device((2, K), f32) if case.kv_dtype and not case.by_token else None,
     )
     return lowered.compile()
 
@@ -536,7 +537,7 @@ def _step_program(
     shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
     shape = replace(shape, has_drafts=True)
 
-    def pool(num_pages: int) -> jax.ShapeDtypeStruct:
+    def pool(num_pages: int) -> AbstractPages:
         memory = spec.layers[0].shard(mesh.model).memory
         return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, DTYPE, backend)
 
@@ -558,5 +559,5 @@ def _step_program(
     return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 
 
-def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:
-    return struct.size * struct.dtype.itemsize
+def _num_bytes(pages: AbstractPages) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))

@@ -1,9 +1,9 @@
 """Runs transformers as a worker, on a GPU if there is one: JSON requests on stdin, one JSON answer a line on stdout.
 
 It runs in any environment with torch, such as that of `make oracle` (Python 3.11), and imports nothing of this project.
-Requests: `{"load": DIR, "threads": N, "dtype": D}` builds the model of DIR/config.json with random weights and
-answers with versions; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
-ignored, and answers with seconds, seconds to the first token and the output count of each prompt. Prompts and answers
+Requests: `{"load": DIR, "threads": N, "dtype": D, "context": T, "requests": R}` reads the checkpoint in DIR and answers
+with versions and settings; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
+ignored, and answers with seconds, seconds to the first token and the tokens of each prompt. Prompts and answers
 are of one length: a static batch, nothing padded, which is transformers at its best.
 """
 
@@ -16,6 +16,7 @@ import torch
 import transformers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ATTENTION = "sdpa"
 
 
 class FirstTokenClock:
@@ -33,11 +34,9 @@ class FirstTokenClock:
 
 def load(directory: str, threads: int, dtype: str) -> Any:
     torch.set_num_threads(threads)
-    torch.manual_seed(0)
     torch.set_default_device(DEVICE)
-    config = transformers.AutoConfig.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
     ).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -58,8 +57,8 @@ def generate(model: Any, prompts: list[list[int]], max_tokens: int) -> dict[str,
         ).cpu()
     seconds = time.perf_counter() - start
     assert clock.first is not None
-    counts = [output.shape[1] - ids.shape[1]] * len(prompts)
-    return {"seconds": seconds, "first_token_seconds": clock.first - start, "counts": counts}
+    tokens = output[:, ids.shape[1] :].tolist()
+    return {"seconds": seconds, "first_token_seconds": clock.first - start, "tokens": tokens}
 
 
 def main() -> None:
@@ -69,7 +68,7 @@ def main() -> None:
         if "load" in request:
             model = load(request["load"], request["threads"], request["dtype"])
             versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-            answer: dict[str, Any] = {"versions": versions}
+            answer: dict[str, Any] = {"versions": versions, "settings": {"attn_implementation": ATTENTION}}
         else:
             answer = generate(model, request["prompts"], request["max_tokens"][0])
         print(json.dumps(answer), flush=True)

@@ -1,9 +1,9 @@
 """Runs vLLM's build for CPUs as a worker: JSON requests on stdin, one JSON answer a line on stdout.
 
 It runs in the environment of `make fixtures-vllm` (Python 3.11), and imports nothing of this repository.
-Requests: `{"load": DIR, "threads": N, "dtype": D}` builds the model of DIR/config.json with random weights and answers
-with versions; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text ignored, and
-answers with seconds, mean seconds to the first token and the output count of each prompt.
+Requests: `{"load": DIR, "threads": N, "dtype": D, "context": T, "requests": R}` reads the checkpoint in DIR and answers
+with versions and settings; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
+ignored, and answers with seconds, mean seconds to the first token and the tokens of each prompt.
 """
 
 import json
@@ -38,11 +38,10 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: list[int]) -> dict[
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - start
     waits = [output.metrics.first_token_latency for output in outputs if output.metrics is not None]
-    counts = [len(output.outputs[0].token_ids) for output in outputs]
     return {
         "seconds": seconds,
         "first_token_seconds": sum(waits) / len(waits) if waits else float("nan"),
-        "counts": counts,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
     }
 
 
@@ -52,17 +51,17 @@ def main() -> None:
         request = json.loads(line)
         if "load" in request:
             torch.set_num_threads(request["threads"])
-            llm = vllm.LLM(
-                request["load"],
-                load_format="dummy",
-                dtype=request["dtype"],
-                skip_tokenizer_init=True,
-                max_model_len=1024,
-                max_num_seqs=64,
-                enable_prefix_caching=False,
-                disable_log_stats=False,
-            )
-            answer: dict[str, Any] = {"versions": {"vllm": vllm.__version__, "torch": torch.__version__}}
+            settings = {
+                "dtype": request["dtype"],
+                "max_model_len": request["context"],
+                "max_num_seqs": request["requests"],
+                "enable_prefix_caching": False,
+            }
+            llm = vllm.LLM(request["load"], skip_tokenizer_init=True, disable_log_stats=False, **settings)
+            answer: dict[str, Any] = {
+                "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+                "settings": settings,
+            }
         else:
             answer = generate(llm, request["prompts"], request["max_tokens"])
         print(json.dumps(answer), file=ANSWERS, flush=True)

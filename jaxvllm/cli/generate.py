@@ -13,7 +13,7 @@ from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.startup import seconds_since_process_start
+from jaxvllm.engine.startup import seconds_since_process_start, uncollected
 
 if TYPE_CHECKING:
     from jaxvllm.core.request import GenerationRequest
@@ -105,9 +105,11 @@ class Totals:
 
 
 def _run(args: argparse.Namespace, prompts: list[str], config: EngineConfig, chosen: dict[str, Any]) -> int:
-    from jaxvllm.engine.llm import LLM
+    with uncollected():
+        from jaxvllm.engine.llm import LLM
 
-    with LLM.from_config(config) as llm:
+        llm = LLM.from_config(config)
+    with llm:
         params = replace(llm.get_default_sampling_params(), **chosen)
         texts = prompts
         if args.chat:

@@ -263,6 +263,13 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     @property
+    def has_logit_rules(self) -> bool:
+        """Whether any parameter beside the temperature changes the model's logits. Masks of the host are none."""
+        is_restricted = self.allowed_token_ids is not None or self.min_tokens > 0 or bool(self.bad_words)
+        is_filtered = not self.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+        return self.is_penalized or is_restricted or is_filtered or bool(self.logit_bias)
+
+    @property
     def wants_wide_scores(self) -> bool:
         """Whether the caller wants more log-probabilities of the prompt's tokens than a step with prompts yields."""
         return self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS

@@ -91,6 +91,7 @@ class StepPlan:
     token_ids: Ints  # i32[T - num_decode]
     next_tokens: Ints  # i32[R]
     wants_logprobs: bool  # whether any row does
+    has_logit_rules: bool = True  # whether any row has some
     row_tokens: int = 1  # the most that a row yields; more than 1 only where all rows decode
     num_drafts: int = 0  # of a row in each decode step
     is_blind: bool = False  # whether what guesses tokens need not see the step
@@ -126,6 +127,11 @@ class StepPlan:
     def is_split(self) -> bool:
         """Whether something comes between the forward pass and sampling, so that the two are separate programs."""
         return self.masked is not None or bool(self.readouts)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are sampled from the logits as they are, and nothing is reported of these."""
+        return not (self.has_logit_rules or self.wants_logprobs or self.is_split)
 
     def without_drafts(self) -> "StepPlan":
         """Returns a plan of decode rows for one step without drafts. Its `max_new` stays as the scheduler counted it.

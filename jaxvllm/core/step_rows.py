@@ -79,6 +79,7 @@ class StepRows:
             token_ids=np.concatenate(inputs) if inputs else np.empty(0, np.int32),
             next_tokens=next_tokens,
             wants_logprobs=some(slots.wants_logprobs) and some(slots.wants_logprobs[rows]),
+            has_logit_rules=some(slots.has_rules) and some(slots.has_rules[rows]),
             row_tokens=self.row_tokens,
             num_drafts=self.num_drafts,
             masked=constrained.masked(rows, num_decode, max_new),

@@ -144,7 +144,7 @@ def build(
             logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
-    of_draft = resolved.draft_forms(backend)
+    of_draft = resolved.draft_forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
@@ -215,7 +215,7 @@ def build(
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
         connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
         if config.kv_transfer.stays_on_devices:
-            moves: list[PageMoves] = [DeviceMoves(holder) for holder in holders]
+            moves: list[PageMoves] = [DeviceMoves(holder, form) for holder in holders]
         else:
             moves = [HostMoves(runner, form) for runner in runners]
         traffic = tuple(PageTraffic(connector, of_replica) for of_replica in moves)

@@ -71,7 +71,7 @@ class Drafting:
 
         def kept(decl: ParamDecl, array: Any) -> Any:
             array = np.asarray(array.astype(decl.dtype_in(target.dtype)))
-            form = forms.of(DRAFT, decl, is_of_layer=True)
+            form = forms.of(DRAFT, decl, layer=0)
             return form.wrapped(form.keep(array, {}))
 
         return cls(proposer, jax.tree.map(kept, declared, params))

@@ -27,7 +27,7 @@ from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTr
 from jaxvllm.model_name import resolve
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.cache_shape import CacheShape, array_owners
 from pallas_kernels.backend import Backend
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,14 @@ def page_format(
         for own, whole in zip(groups, held, strict=True)
     ]
     arrays = []
-    for at, pages in enumerate(shape.pages(spec, backend, mesh)):
-        num_held, _, num_heads, page_size, width = pages.shape
+    all_pages = shape.pages(spec, backend, mesh)
+    for at, x in zip(array_owners(all_pages), jax.tree.leaves(all_pages), strict=True):
+        num_held, _, num_heads, page_size, width = x.shape
         of_group = at < len(groups)  # and no proposer's, which each stage has whole
         num_layers, of = (len(groups[at].layers), copies[at]) if of_group else (num_held, 1)
         stages = tuple(len(part[at].layers) for part in of_stages if of_group)
-        arrays.append(PageArray(num_layers, num_heads // of, page_size, width, np.dtype(pages.dtype), of, stages))
+        each = num_layers, num_heads // of, page_size, width, np.dtype(x.dtype)
+        arrays.append(PageArray(*each, of, stages, group=at if of_group else 0))
     return PageFormat(model, tuple(arrays))
 
 

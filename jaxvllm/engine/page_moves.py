@@ -48,12 +48,12 @@ class HostMoves:
     def read(self, columns: Sequence[Ints], copies: Sequence[PageContents]) -> Iterator[Page]:
         for batch, contents in enumerate(copies):
             arrays = [np.asarray(array) for array in contents]
-            for place, held in _held_places(columns, batch, len(arrays)):
+            for place, held in _held_places(self._format, columns, batch):
                 found = zip(arrays, held, strict=True)
                 yield self._format.page(tuple(array[place] if is_held else None for array, is_held in found))
 
     def write(self, columns: Sequence[Ints], pages: Sequence[Page]) -> int:
-        count = _num_whole(columns, pages)
+        count = _num_whole(self._format, columns, pages)
         if count:
             held = [self._format.held(page) for page in pages[:count]]
             contents = [np.stack(of_array) for of_array in zip(*held, strict=True)]
@@ -64,8 +64,9 @@ class HostMoves:
 class DeviceMoves:
     """Pages that stay on the devices, as the pool has them."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: Runner, form: PageFormat):
         self._runner = runner
+        self._format = form
         self._split = jax.jit(lambda contents: tuple(tuple(x[place] for x in contents) for place in range(COPY_BATCH)))
         like = jax.tree.map(lambda x: x.sharding, runner.contents_like)
         self._join = jax.jit(lambda pages: tuple(map(jnp.stack, zip(*pages, strict=True))), out_shardings=like)
@@ -77,12 +78,12 @@ class DeviceMoves:
     def read(self, columns: Sequence[Ints], copies: Sequence[PageContents]) -> Iterator[Page]:
         for batch, contents in enumerate(copies):
             pages = self._split(contents)
-            for place, held in _held_places(columns, batch, len(contents)):
+            for place, held in _held_places(self._format, columns, batch):
                 found = zip(pages[place], held, strict=True)
                 yield Page(tuple(array if is_held else None for array, is_held in found))
 
     def write(self, columns: Sequence[Ints], pages: Sequence[Page]) -> int:
-        count = _num_whole(columns, pages)
+        count = _num_whole(self._format, columns, pages)
         for first in range(0, count, COPY_BATCH):
             some = [self._filled(page) for page in pages[first : min(first + COPY_BATCH, count)]]
             at = [of_group[first : first + len(some)] for of_group in columns]
@@ -95,22 +96,17 @@ class DeviceMoves:
         return tuple(nothing if array is None else jnp.asarray(array) for array, nothing in found)
 
 
-def _held_places(columns: Sequence[Ints], batch: int, num_arrays: int) -> Iterator[tuple[int, list[bool]]]:
+def _held_places(form: PageFormat, columns: Sequence[Ints], batch: int) -> Iterator[tuple[int, list[bool]]]:
     """Yields the places of a batch of copies that mean something, and which arrays have a page there."""
     first = batch * COPY_BATCH
     for place in range(min(COPY_BATCH, len(columns[0]) - first)):
-        yield place, [bool(_group_of(columns, at)[first + place] != TRASH_PAGE) for at in range(num_arrays)]
+        yield place, [bool(columns[of.group][first + place] != TRASH_PAGE) for of in form.arrays]
 
 
-def _num_whole(columns: Sequence[Ints], pages: Sequence[Page]) -> int:
+def _num_whole(form: PageFormat, columns: Sequence[Ints], pages: Sequence[Page]) -> int:
     """Returns how many of the first `pages` have everything that the pool wants of them."""
     for index, page in enumerate(pages):
-        for at, array in enumerate(page.arrays):
-            if array is None and _group_of(columns, at)[index] != TRASH_PAGE:
+        for of, array in zip(form.arrays, page.arrays, strict=True):
+            if array is None and columns[of.group][index] != TRASH_PAGE:
                 return index
     return len(pages)
-
-
-def _group_of(columns: Sequence[Ints], array: int) -> Ints:
-    """Returns the pages of an array of the cache. A proposer's arrays, the last ones, use the first group's numbers."""
-    return columns[array if array < len(columns) else 0]

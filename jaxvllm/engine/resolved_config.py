@@ -92,14 +92,16 @@ class ResolvedConfig:
 
     def forms(self, backend: Backend, num_devices: int, shards: int) -> Forms:
         """Returns the forms of the matrices of the model on `num_devices` devices, `shards` of which have a replica."""
-        # XLA turns only the arrays of single layers.
+        # Only the arrays of single layers are turned, or packed.
         may_turn = self.layout == "separate" and num_devices == 1
         by_tile = self.layout == "separate"
-        return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards)
+        return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards, self.dtype)
 
-    def draft_forms(self, backend: Backend) -> Forms:
+    def draft_forms(self, backend: Backend, num_devices: int, shards: int) -> Forms:
         """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""
-        return Forms.chosen(None, self._kernels(backend), may_turn=False, by_tile=self.layout == "separate")
+        kernels, by_tile = self._kernels(backend), self.layout == "separate"
+        may_pack = by_tile and num_devices == 1 and kernels.kind == "cpu"
+        return Forms.chosen(None, kernels, may_pack, by_tile, shards, self.dtype)
 
     def _kernels(self, backend: Backend) -> Backend:
         """Returns the kernels that multiply by matrices of weights."""

@@ -30,6 +30,8 @@ class WrongPage(ValueError):
 class PageArray:
     """One array of a page, [L, K, S, W], as all engines exchange it, and how an engine holds it.
 
+    The scales of tokens are an array of their own, whose last axes are others.
+
     An engine that is spread over more devices than there are KV heads holds each head `copies` times, side by side. One
     whose layers are divided among stages has room in each for as many layers as the stage has that has most of them.
     """
@@ -41,6 +43,7 @@ class PageArray:
     dtype: np.dtype
     copies: int = 1
     stages: tuple[int, ...] = ()  # the layers of each; empty: the layers are not divided
+    group: int = 0  # whose page numbers it has
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

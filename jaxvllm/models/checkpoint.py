@@ -17,9 +17,9 @@ from jax.typing import DTypeLike
 
 from jaxvllm.gguf_file import GgufFile, is_gguf
 from jaxvllm.models import orbax_tree
-from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms.choice import MatrixKey
 from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.held_tensors import HeldTensors
 from jaxvllm.models.hf_weights import StoredWeights
@@ -136,13 +136,13 @@ def load(
         weights = OrbaxTree.open(path / TREE, spec)
     elif load_format == "auto":
         weights = StoredWeights.open(path, hf_config or read_config(path), spec, needs_kv_scales)
-    own: dict[tuple[str, ParamDecl], FewBits] = {}
+    own: dict[MatrixKey, FewBits] = {}
     if weights is None and forms.stored is not None:
         encoding = published_encoding(hf_config or read_config(path))
         if encoding is not None:
             forms = replace(forms, own={**expected_forms(encoding, spread, dtype, forms), **forms.own})
     if isinstance(weights, StoredWeights):
-        found = stored_forms(weights, spread, dtype, forms)
+        found = stored_forms(weights, spread, layout, dtype, forms)
         own = {key: form for key, form in found.items() if forms.own.get(key, form) == form}
         forms = replace(forms, own={**own, **forms.own})
     of_stages = []

@@ -100,7 +100,7 @@ class StoredWeights:
 
     def stored(self, name: str, layer: int | None) -> StoredCodes | None:
         """Returns what is stored of a matrix, or None where a part of it is not stored as codes and scales."""
-        if not isinstance(self.tensors, EncodedFiles):
+        if not isinstance(self.tensors, EncodedFiles | GgufTensors):
             return None
         parts = []
         for source in self.outer[name] if layer is None else self.layers[layer][name]:

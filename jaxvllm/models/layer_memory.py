@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
+    AbstractPages,
     ChosenPositions,
     IndexQueries,
     KVPages,
@@ -58,8 +59,8 @@ class LayerMemory(Protocol):
         dtype: DTypeLike,
         backend: Backend,
         quantization: KVQuantization | None = None,
-    ) -> jax.ShapeDtypeStruct:
-        """Returns the pages of layers with this memory, as `backend` lays them out.
+    ) -> AbstractPages:
+        """Returns the abstract pages of layers with this memory, as `backend` lays them out.
 
         Keys are in `dtype`, or have a `quantization`, which no state has.
         """
@@ -98,7 +99,7 @@ class KeysAndValues:
         dtype: DTypeLike,
         backend: Backend,
         quantization: KVQuantization | None = None,
-    ) -> jax.ShapeDtypeStruct:
+    ) -> AbstractPages:
         if self.chunk is not None and self.chunk % page_size:
             raise ValueError(
                 f"page_size {page_size} must divide the {self.chunk} positions of a chunk of attention: take a smaller "
@@ -108,8 +109,11 @@ class KeysAndValues:
         return kv_pages_struct(*sizes, jnp.dtype(dtype), self.backend(backend), self.latent_size, quantization)
 
     def page_bytes(self, page_size: int, dtype: DTypeLike, quantization: KVQuantization | None = None) -> int:
-        each = 2 * self.head_size if self.latent_size is None else self.head_size
-        token = each * jnp.dtype(dtype).itemsize if quantization is None else each + quantization.scale_bytes
+        parts = 2 if self.latent_size is None else 1
+        itemsize, of_scale = jnp.dtype(dtype).itemsize, 0
+        if quantization is not None:
+            itemsize, of_scale = 1, quantization.scale_bytes
+        token = parts * (self.head_size * itemsize + of_scale)
         return self.num_kv_heads * token * page_size
 
     def seeing(self, window: int | None) -> Self:

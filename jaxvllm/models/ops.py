@@ -3,12 +3,13 @@
 They are few and large, because each operation has a cost in XLA on CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxvllm.models.forms.form import Activation, Arrays, BoundedSwiglu, ClampedSwiglu, Experts, Form, Gating, Matrix
@@ -48,8 +49,9 @@ ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
     if isinstance(weight, OneOf):
-        form, matrices = _opened(weight.matrices)
-        return biased(form.product_with_one(x, matrices, weight.index, dtype), bias)
+        return biased(
+            _by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
+        )
     if isinstance(weight, InStack):
         form, [arrays] = _opened([weight.stack])
         return biased(form.product_in_stack(x, arrays, weight.index, dtype), bias)
@@ -60,12 +62,15 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
     """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
-    if bias is None and not isinstance(weight, Slice | InStack):
-        of = weight if isinstance(weight, OneOf) else OneOf((weight,), 0)
-        form, matrices = _opened(of.matrices)
-        if (gated_product := form.gated_product(x, matrices, of.index, gating)) is not None:
-            return gated_product
-    return gated(project(x, weight, bias), gating)
+    if isinstance(weight, Slice | InStack):
+        return gated(project(x, weight, bias), gating)
+
+    def product(form: Form, matrices: Sequence[Arrays], index: jax.Array | int) -> jax.Array:
+        if bias is None and (own := form.gated_product(x, matrices, index, gating)) is not None:
+            return own
+        return gated(biased(form.product_with_one(x, matrices, index, None), bias), gating)
+
+    return _by_form(weight if isinstance(weight, OneOf) else OneOf((weight,), 0), product)
 
 
 def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
@@ -100,38 +105,62 @@ def project_grouped(x: jax.Array, weight: ExpertsWeight, starts: jax.Array) -> j
 
     Rows starts[g] to starts[g + 1], i32[X + 1], are those of group g. The others are arbitrary afterwards.
     """
-    form, experts = _experts(weight)
-    return form.grouped_product(x, experts, starts)
+    return _of_experts(weight, lambda form, experts: form.grouped_product(x, experts, starts))
 
 
 def project_grouped_gated(
     x: jax.Array, weight: ExpertsWeight, starts: jax.Array, gating: Gating, bias: jax.Array | None = None
 ) -> jax.Array:
     """Returns up x gated by gate x, [N, F], for rows in groups, as above, weight [X, 2, F, in], and bias [N, 2, F]."""
-    form, experts = _experts(weight)
-    if bias is None and (gated_product := form.grouped_gated_product(x, experts, starts, gating)) is not None:
-        return gated_product
-    return gated(biased(form.grouped_product(x, experts, starts), bias), gating)
+
+    def product(form: Form, experts: Experts) -> jax.Array:
+        if bias is None and (own := form.grouped_gated_product(x, experts, starts, gating)) is not None:
+            return own
+        return gated(biased(form.grouped_product(x, experts, starts), bias), gating)
+
+    return _of_experts(weight, product)
 
 
-def _experts(weight: ExpertsWeight) -> tuple[Form, Experts]:
-    """Returns the form of experts, and where they are."""
+def _of_experts(weight: ExpertsWeight, product: Callable[[Form, Experts], jax.Array]) -> jax.Array:
+    """Returns the product with the experts of a layer, of which the form and the place are told."""
     if isinstance(weight, OneOf):
-        form, stacks = _opened(weight.matrices)
-        return form, Experts(stacks, weight.index)
+        return _by_form(weight, lambda form, stacks, index: product(form, Experts(stacks, index)))
     form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
     if not isinstance(weight, InStack):
-        return form, Experts([arrays])
+        return product(form, Experts([arrays]))
     # Layers and experts become one dimension, for which nothing is moved.
     flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in arrays.items()}
     num_experts = next(iter(arrays.values())).shape[1]
-    return form, Experts([flat], first=weight.index * num_experts)
+    return product(form, Experts([flat], first=weight.index * num_experts))
+
+
+def _by_form(weight: OneOf, product: Callable[[Form, Sequence[Arrays], jax.Array | int], jax.Array]) -> jax.Array:
+    """Returns the product with the matrix that is chosen, of which the form and all matrices in that form are told.
+
+    Layers have one form, unless a checkpoint stores their matrices in several ways: then the step branches to one.
+    """
+    forms = [matrix.form if isinstance(matrix, Matrix) else PLAIN for matrix in weight.matrices]
+    kinds = list(dict.fromkeys(forms))
+    alike = [[matrix for matrix, own in zip(weight.matrices, forms, strict=True) if own == form] for form in kinds]
+    branches = [partial(product, form, _opened(matrices)[1]) for form, matrices in zip(kinds, alike, strict=True)]
+    if len(branches) == 1:
+        return branches[0](weight.index)
+    places = np.array([forms[:number].count(form) for number, form in enumerate(forms)], np.int32)
+    numbers = np.array([kinds.index(form) for form in forms], np.int32)
+    result: jax.Array = jax.lax.switch(jnp.asarray(numbers)[weight.index], branches, jnp.asarray(places)[weight.index])
+    return result
 
 
 def look_up(table: jax.Array | Matrix, numbers: jax.Array) -> jax.Array:
     """Returns the rows i32[T] of a table [V, E], [T, E]. Numbers beyond it are those of its first or last row."""
     form, [arrays] = _opened([table])
     return form.look_up(arrays, numbers)
+
+
+def row_dtype(table: jax.Array | Matrix) -> DTypeLike:
+    """Returns the dtype of the rows of a table."""
+    form, [arrays] = _opened([table])
+    return form.row_dtype(arrays)
 
 
 def rows_of(table: jax.Array | Matrix) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
-from jaxvllm.models.ops import rows_of
+from jaxvllm.models.ops import row_dtype
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from sharding.placement import place
@@ -91,6 +91,11 @@ def layer_stacks(spec: ModelSpec) -> dict[str, LayerStack]:
     return stacks
 
 
+def first_layer(layers: StackLayers | None) -> int | None:
+    """Returns the first of the layers of a stack, or None outside the layers."""
+    return None if layers is None else min(layer for stage in layers for layer in stage)
+
+
 def most(layers: StackLayers) -> int:
     """Returns how many layers a stage has room for in a stack: as many as the stage has that has most of them."""
     return max(map(len, layers))
@@ -103,7 +108,7 @@ def head_of(params: Params) -> Params:
 
 def activation_dtype(params: Params) -> Any:
     """Returns the dtype that the layers compute in, whatever the forms of their matrices are."""
-    return rows_of(params["embed"]).dtype
+    return row_dtype(params["embed"])
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -147,7 +152,7 @@ def abstract_params(
             whole = decl.stacked(len(layers) * most(layers)) if layers and layout == "stacked" else decl
             return jax.ShapeDtypeStruct(whole.shape, decl.dtype_in(dtype), sharding=sharding(whole.axes))
 
-        return forms.node(name, decl, layers is not None, array)
+        return forms.node(name, decl, first_layer(layers), array)
 
     return build(Spread.on(spec, mesh), layout, leaf)
 

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.experts import first_slots
 from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.choice import MatrixKey
 from jaxvllm.models.forms.few_bits import Elements, FewBits
-from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, most
+from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, first_layer, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
 from sharding.placement import place
@@ -47,7 +48,7 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
 
 def read_stored(
     stored: StoredElements,
-    forms: Mapping[tuple[str, ParamDecl], FewBits],
+    forms: Mapping[MatrixKey, FewBits],
     rest: Parts,
     spread: Spread,
     layout: Layout,
@@ -60,10 +61,12 @@ def read_stored(
     """
 
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
-        if (form := forms.get((name, whole))) is None:
+        if (form := forms.get((name, layer))) is None:
             yield from rest(name, whole, layer)
             return
-        elements = stored(name, layer).mapped(lambda fill: spread_fill(spread, name, whole, layer, fill))
+        elements = stored(name, layer)
+        if declaration(spread.spec, name, layer).shape != whole.shape:
+            elements = elements.mapped(lambda fill: spread_fill(spread, name, whole, layer, fill))
         fills, decls = form.fills(whole, elements), form.declare(whole)
         for part in _parts(whole, layout, layer):
             arrays = {
@@ -122,13 +125,15 @@ def assemble(
         return iter([jax.make_array_from_callback(decl.shape, sharding_of(decl), first_slots(*decl.shape).__getitem__)])
 
     def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+        number = first_layer(layers)
+
         def kept(part: jax.Array | Matrix) -> Any:
             if isinstance(part, Matrix):
                 return part
-            return forms.kept(part, name, decl, layers is not None, sharding_of)
+            return forms.kept(part, name, decl, number, sharding_of)
 
         if layers is None or layout == "separate":
-            [part] = parts_of(name, decl, layers[0][0] if layers else None)
+            [part] = parts_of(name, decl, number)
             return jax.block_until_ready(kept(part))
 
         def zeros(decl: ParamDecl) -> jax.Array:
@@ -137,7 +142,7 @@ def assemble(
             array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
             return array
 
-        stack = forms.node(name, decl, True, zeros)
+        stack = forms.node(name, decl, number, zeros)
         held = jax.tree.leaves(stack)
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
         for i, layer in enumerate(layers[stage]):

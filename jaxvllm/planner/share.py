@@ -13,11 +13,11 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.layer_memory import LayerMemory
-from jaxvllm.models.params import StackLayers, build, most
+from jaxvllm.models.params import StackLayers, build, first_layer, most
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import KVQuantization
+from pallas_kernels.ragged_paged_attention import AbstractPages, KVQuantization
 from sharding.rules import DATA, MODEL, RULES
 
 
@@ -127,8 +127,8 @@ class Share:
     def _memories(self) -> list[LayerMemory]:
         return [memory for layer in self.spec.layers if layer.reads is None for memory in layer.memories]
 
-    def _bytes(self, pages: Sequence[jax.ShapeDtypeStruct]) -> float:
-        of_all: int = sum(page.size * page.dtype.itemsize for page in pages)
+    def _bytes(self, pages: Sequence[AbstractPages]) -> float:
+        of_all: int = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(list(pages)))
         return of_all / self.spread.stages
 
     def _parts(self, axis: str | None) -> int:
@@ -139,7 +139,7 @@ class Share:
 
     def _arrays(self) -> list[_DeclaredArrays]:
         def leaf(name: str, matrix: ParamDecl, layers: StackLayers | None) -> Any:
-            return self.forms.node(name, matrix, layers is not None, partial(of_array, layers=layers))
+            return self.forms.node(name, matrix, first_layer(layers), partial(of_array, layers=layers))
 
         def of_array(decl: ParamDecl, layers: StackLayers | None) -> _DeclaredArrays:
             elements = math.prod(decl.shape) // math.prod(self._parts(axis) for axis in decl.axes)

@@ -16,7 +16,8 @@ class Bucket:
     after its last one, and each step yields up to one token more than that. If the bucket has fewer tokens than all of
     its rows could use, the step divides them (`runtime/draft_share.py`). A bucket that is split samples in a second
     program, as mixed buckets do, so that something may come between: masks, which rows wait for. In a blind one the
-    proposer does not see what the model computes: it costs less where drafts do not pay.
+    proposer does not see what the model computes: it costs less where drafts do not pay. A plain one has no logit rules
+    and reports no log-probabilities: it compiles sooner.
     """
 
     num_tokens: int
@@ -25,6 +26,7 @@ class Bucket:
     is_split: bool = False
     num_drafts: int = 0  # of a row
     is_blind: bool = False
+    is_plain: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
@@ -41,6 +43,8 @@ class Bucket:
             )
         if self.is_blind and self.num_drafts:
             raise ValueError(f"what guesses must see the steps that it guesses for, got a blind bucket for {self}")
+        if self.is_plain and (self.is_decode or self.is_split):
+            raise ValueError(f"only a bucket for prompts is plain, got {self}")
 
     @property
     def is_decode(self) -> bool:
@@ -56,9 +60,9 @@ class Bucket:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
 
         A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program. A blind
-        bucket takes only plans that may be blind.
+        bucket takes only plans that may be blind, and a plain one those that are plain.
         """
-        if self.is_blind and not plan.is_blind:
+        if (self.is_blind and not plan.is_blind) or (self.is_plain and not plan.is_plain):
             return False
         if plan.num_drafts != self.num_drafts or plan.row_tokens > self.row_tokens:
             return False
@@ -75,7 +79,7 @@ class Bucket:
             return f"decode {self.num_rows} with {self.num_drafts} drafts each"
         ending = " that the proposer does not see" if self.is_blind else ""
         if self.num_tokens > self.num_rows:
-            return f"{self.num_tokens} tokens x {self.num_rows} rows{ending}"
+            return f"{self.num_tokens} tokens x {self.num_rows} rows{ending}{', plain' if self.is_plain else ''}"
         return f"decode {self.num_rows}{' in two programs' if self.is_split else ''}{ending}"
 
 
@@ -155,8 +159,13 @@ class BucketLadder:
 
     @cached_property  # asked before every step
     def first(self) -> Bucket:
-        """The smallest bucket for plans of every kind: the one that is compiled first."""
+        """The smallest bucket for plans of every kind."""
         return next(bucket for bucket in self.buckets if not bucket.is_decode)
+
+    @cached_property
+    def plain(self) -> Bucket:
+        """The plain twin of the first: the one that is compiled before any other."""
+        return replace(self.first, is_plain=True)
 
     @cached_property  # asked before every step
     def widest(self) -> Bucket | None:
@@ -202,8 +211,8 @@ class BucketLadder:
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """Returns the cheapest bucket of `ready` that holds `plan`, or None."""
 
-        def cost(bucket: Bucket) -> tuple[int, int, bool, bool]:
-            return bucket.num_tokens, bucket.num_rows, bucket.is_split, not bucket.is_blind
+        def cost(bucket: Bucket) -> tuple[int, int, bool, bool, bool]:
+            return bucket.num_tokens, bucket.num_rows, bucket.is_split, not bucket.is_blind, not bucket.is_plain
 
         return min((bucket for bucket in ready if bucket.holds(plan)), key=cost, default=None)
 

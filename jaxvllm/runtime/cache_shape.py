@@ -6,7 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_groups import windowed_pages
@@ -21,7 +21,7 @@ from jaxvllm.runtime.side_rows import SideShape
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import DeviceState, new_state
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, KVPages, KVQuantization
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, AbstractPages, KVPages, KVQuantization
 from sharding.placement import of_replicas, place
 from sharding.rules import DATA
 
@@ -29,6 +29,17 @@ from sharding.rules import DATA
 DRAFT_PAGE_AXES: tuple[str | None, ...] = (None, "pages", None, None, None)
 # The pages of each group, and after them those of the proposer, if it has any.
 type KVCachePages = tuple[KVPages, ...]
+type AbstractCachePages = tuple[AbstractPages, ...]
+
+
+def array_owners(pages: KVCachePages | AbstractCachePages) -> tuple[int, ...]:
+    """Returns for each array of the cache, in the order of its leaves, the number of the pages that it belongs to."""
+    return tuple(number for number, of in enumerate(pages) for _ in jax.tree.leaves(of))
+
+
+def array_groups(pages: KVCachePages | AbstractCachePages, num_groups: int) -> tuple[int, ...]:
+    """Returns for each array the group whose page numbers it has. A proposer's have those of the first group."""
+    return tuple(owner if owner < num_groups else 0 for owner in array_owners(pages))
 
 
 @dataclass(frozen=True)
@@ -162,8 +173,8 @@ class CacheShape:
         first = self.groups(spec)[0].memory
         return min(pages_for(num_tokens, self.page_size), self.most_pages(first, self.step_tokens))
 
-    def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Returns the pages of each group of a model spread over `mesh`, as `backend` lays them out.
+    def pages(self, spec: ModelSpec, backend: Backend, mesh: Mesh) -> AbstractCachePages:
+        """Returns the abstract pages of each group of a model spread over `mesh`, as `backend` lays them out.
 
         The pages of drafts follow. Each replica of the mesh has so many pages of its own, one replica after the other.
         """
@@ -173,11 +184,12 @@ class CacheShape:
         of_groups = self._structs(spec, spread.whole, counts, backend)
         placed = [(struct, sharding) for struct in of_groups]
         placed += [(struct, of_drafts) for struct in self._draft_structs(backend)]
-        return tuple(
-            jax.ShapeDtypeStruct((layers, mesh.shape[DATA] * count, *rest), x.dtype, sharding=where)
-            for x, where in placed
-            for layers, count, *rest in [x.shape]
-        )
+
+        def of_replicas(x: jax.ShapeDtypeStruct, where: Sharding) -> jax.ShapeDtypeStruct:
+            layers, count, *rest = x.shape
+            return jax.ShapeDtypeStruct((layers, mesh.shape[DATA] * count, *rest), x.dtype, sharding=where)
+
+        return tuple(jax.tree.map(partial(of_replicas, where=where), struct) for struct, where in placed)
 
     def device_bytes(self, spread: Spread, backend: Backend) -> int:
         """Returns how many bytes of each device all pages take."""
@@ -210,14 +222,14 @@ class CacheShape:
 
     def _structs(
         self, spec: ModelSpec, spread_out: ModelSpec, counts: Sequence[int], backend: Backend
-    ) -> list[jax.ShapeDtypeStruct]:
+    ) -> list[AbstractPages]:
         """Returns the pages of `counts` layers of each group, with the heads that a `Spread` of `spec` made of them."""
         return [
             group.memory.pages(count, size.num_pages, self.page_size, self.dtype, backend, self.quantization)
             for group, size, count in zip(self.groups(spread_out), self.group_sizes(spec), counts, strict=True)
         ]
 
-    def _draft_structs(self, backend: Backend) -> list[jax.ShapeDtypeStruct]:
+    def _draft_structs(self, backend: Backend) -> list[AbstractPages]:
         draft = self.draft
         if draft is None or draft.memory is None:
             return []
@@ -257,5 +269,5 @@ class CacheShape:
         return len(group.layers) * group.memory.page_bytes(self.page_size, self.dtype, self.quantization)
 
 
-def _num_bytes(struct: jax.ShapeDtypeStruct) -> int:
-    return struct.size * struct.dtype.itemsize
+def _num_bytes(pages: AbstractPages) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))

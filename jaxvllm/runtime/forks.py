@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Fork
-from jaxvllm.runtime.cache_shape import KVCachePages
+from jaxvllm.runtime.cache_shape import KVCachePages, array_groups
 from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, PAGE_TABLES, DeviceState, SlotSizes
 from jaxvllm.runtime.state import slot_fields
 
@@ -58,18 +58,18 @@ def fork_slots(
         tables = tables.at[slots, group, columns[:, group]].set(new_pages[:, group], mode="drop")
     forked[PAGE_TABLES.name] = tables
 
-    # Pages of a proposer, which are after those of the groups, have the numbers of those of the first group.
-    group_of = [group if group < sizes.num_groups else 0 for group in range(len(kv_pages))]
+    group_of = array_groups(kv_pages, sizes.num_groups)
 
-    def copy_page(row: jax.Array, kv_pages: KVCachePages) -> KVCachePages:
-        return tuple(
+    def copy_page(row: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
             lax.dynamic_update_index_in_dim(
                 pages,
                 lax.dynamic_index_in_dim(pages, old_pages[row, group], axis=1, keepdims=False),
                 new_pages[row, group],
                 axis=1,
             )
-            for group, pages in zip(group_of, kv_pages, strict=True)
-        )
+            for group, pages in zip(group_of, arrays, strict=True)
+        ]
 
-    return lax.fori_loop(0, len(packed), copy_page, kv_pages), state | forked
+    arrays, tree = jax.tree.flatten(kv_pages)
+    return jax.tree.unflatten(tree, lax.fori_loop(0, len(packed), copy_page, arrays)), state | forked

@@ -18,7 +18,14 @@ from jaxvllm.models.state_memory import Columns, StateMemory, Token
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages, LayerGroup
 from jaxvllm.runtime.expert_loads import counted
 from pallas_kernels.backend import Backend
-from pallas_kernels.ragged_paged_attention import ChosenPositions, IndexQueries, RaggedRows, must_choose
+from pallas_kernels.ragged_paged_attention import (
+    ChosenPositions,
+    IndexQueries,
+    KVPages,
+    RaggedRows,
+    codes_of,
+    must_choose,
+)
 
 # Of each group whose layers keep a state, by its number: what those states may still take in of a step's tokens,
 # with a leading axis of layers.
@@ -210,12 +217,12 @@ class LayerCache:
         pages, taken = kept.pages, kept.taken
         number, memory = self._number_of[given.memory], given.memory
         assert isinstance(memory, StateMemory), "only a state takes tokens in"
-        place = self._place(number, given)
+        place, states = self._place(number, given), codes_of(pages[number])
         if number in self._state_kernels:
             kernel, plan = self._state_kernels[number]
-            out, own = kernel(pages[number], place, plan, weights, tokens)
+            out, own = kernel(states, place, plan, weights, tokens)
             return out, kept._replace(pages=_replaced(pages, number, own))
-        where = pages[number], place, self._columns(number)
+        where = states, place, self._columns(number)
         if self.most_drafted is None:
             out, own = memory.advance(*where, weights, tokens)
             return out, kept._replace(pages=_replaced(pages, number, own))
@@ -257,5 +264,5 @@ class LayerCache:
         return Columns(self._rows_of[number], self.shape.page_size)
 
 
-def _replaced(pages: KVCachePages, number: int, own: jax.Array) -> KVCachePages:
+def _replaced(pages: KVCachePages, number: int, own: KVPages) -> KVCachePages:
     return (*pages[:number], own, *pages[number + 1 :])

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Ints
 from jaxvllm.models.layer_memory import PAGE_AXES
-from jaxvllm.runtime.cache_shape import DRAFT_PAGE_AXES, KVCachePages
+from jaxvllm.runtime.cache_shape import (
+    DRAFT_PAGE_AXES,
+    AbstractCachePages,
+    KVCachePages,
+    array_groups,
+    array_owners,
+)
 from jaxvllm.runtime.recipe import Recipe
 from sharding.placement import of_replicas, place, replica_meshes
 from sharding.rules import DATA
@@ -41,35 +47,30 @@ def pack_pages(pages: Sequence[Ints], num_groups: int) -> list[NDArray[np.int32]
 
 def take_pages(kv_pages: KVCachePages, packed: jax.Array) -> PageContents:
     """Copies the pages `packed` i32[groups, COPY_BATCH] out of `kv_pages`, which stay as they are."""
-    ids = (packed[group] for group in _groups(len(kv_pages), len(packed)))
-    return tuple(jnp.moveaxis(jnp.take(pages, at, axis=1), 1, 0) for pages, at in zip(kv_pages, ids, strict=True))
+    ids = (packed[group] for group in array_groups(kv_pages, len(packed)))
+    arrays = zip(jax.tree.leaves(kv_pages), ids, strict=True)
+    return tuple(jnp.moveaxis(jnp.take(pages, at, axis=1), 1, 0) for pages, at in arrays)
 
 
 def put_pages(kv_pages: KVCachePages, packed: jax.Array, contents: PageContents) -> KVCachePages:
     """Writes `contents` into the pages `packed` i32[groups, COPY_BATCH]. `kv_pages` are donated."""
-    groups = _groups(len(kv_pages), len(packed))
+    groups = array_groups(kv_pages, len(packed))
 
-    def put_page(at: jax.Array, kv_pages: KVCachePages) -> KVCachePages:
-        return tuple(
+    def put_page(at: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+        return [
             lax.dynamic_update_index_in_dim(pages, new[at], packed[group, at], axis=1)
-            for group, pages, new in zip(groups, kv_pages, contents, strict=True)
-        )
+            for group, pages, new in zip(groups, arrays, contents, strict=True)
+        ]
 
-    kv_pages = lax.fori_loop(0, COPY_BATCH, put_page, kv_pages)
-    return kv_pages
-
-
-def _groups(num_arrays: int, num_groups: int) -> list[int]:
-    """Returns the group of each array. A proposer's arrays, the last ones, have the first group's page numbers."""
-    return [at if at < num_groups else 0 for at in range(num_arrays)]
+    arrays, tree = jax.tree.flatten(kv_pages)
+    filled: KVCachePages = jax.tree.unflatten(tree, lax.fori_loop(0, COPY_BATCH, put_page, arrays))
+    return filled
 
 
-def contents_like(
-    pages: tuple[jax.ShapeDtypeStruct, ...], num_groups: int, mesh: Mesh
-) -> tuple[jax.ShapeDtypeStruct, ...]:
+def contents_like(pages: AbstractCachePages, num_groups: int, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the abstract `PageContents` of each replica of `mesh`, one after the other in each array.
 
-    The arrays of their cache are like `pages`, which are [L, P, K, S, W].
+    The arrays of their cache are like `pages`, of which codes are [L, P, K, S, W].
     """
     spread, of_drafts = (
         place(mesh)((pages, layers, *others)) for layers, pages, *others in (PAGE_AXES, DRAFT_PAGE_AXES)
@@ -77,9 +78,9 @@ def contents_like(
     count = mesh.shape[DATA] * COPY_BATCH
     return tuple(
         jax.ShapeDtypeStruct(
-            (count, x.shape[0], *x.shape[2:]), x.dtype, sharding=spread if at < num_groups else of_drafts
+            (count, x.shape[0], *x.shape[2:]), x.dtype, sharding=spread if owner < num_groups else of_drafts
         )
-        for at, x in enumerate(pages)
+        for owner, x in zip(array_owners(pages), jax.tree.leaves(pages), strict=True)
     )
 
 
@@ -91,7 +92,7 @@ class PageCopier:
 
     def __init__(
         self,
-        pages: tuple[jax.ShapeDtypeStruct, ...],
+        pages: AbstractCachePages,
         num_groups: int,
         mesh: Mesh,
         make: Callable[[Recipe], jax.stages.Compiled],

@@ -1,7 +1,8 @@
-"""Compiled programs, one for each bucket. The smallest is compiled first, the others while the engine serves.
+"""Compiled programs, one for each bucket. A small plain one is compiled first, the others while the engine serves.
 
 The smallest answers soonest: on a slow device, a prompt of 5 tokens takes much longer in a step for 512 than in one for
-16. The second is the largest. Until it is ready, the scheduler plans no more than the first holds.
+16. Its plain twin comes before it, and requests with logit rules wait for the twin with these. Then comes the largest.
+Until it is ready, the scheduler plans no more than the first holds.
 
 Split buckets are compiled when the first plan could use one, and drafted ones, where nobody chose a proposer, when
 something asks for them: most engines need neither.
@@ -37,7 +38,7 @@ class Programs[Program]:
         yields: bool = True,
         afterwards: Sequence[Callable[[], object]] = (),
     ):
-        """Compiles the first bucket before it returns. The engine can serve with it.
+        """Compiles the plain bucket before it returns. The engine can serve with it.
 
         A thread compiles the others, the largest next, and does what is `afterwards`, which compiles something else
         that few requests need. With `yields` its priority is low from then on, so that it does not slow the steps down.
@@ -50,7 +51,7 @@ class Programs[Program]:
         self._ready: dict[Bucket, Program] = {}
         # Tokens and rows of the compiled buckets that hold prompts. Every step asks, so they are not sought each time.
         self.mixed_sizes: tuple[tuple[int, int], ...] = ()
-        self._compile(ladder.first)
+        self._compile(ladder.plain)
         # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
         # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
@@ -181,8 +182,8 @@ class Programs[Program]:
                     logger.exception("bucket %s did not compile; others take its steps, only slower", bucket)
 
     def _compile_rest(self) -> None:
-        # Plans may wait for the largest, and beside busy processes a thread that has given way gets 0.5% of a core.
-        self._compile_all([self.ladder.largest])
+        # Plans may wait for these, and beside busy processes a thread that has given way gets 0.5% of a core.
+        self._compile_all([self.ladder.first, self.ladder.largest])
         self._give_way()
         drafted = () if self.ladder.drafts.on_demand else self.ladder.drafted
         self._compile_all((*self.ladder.compile_order(), *drafted, *self.ladder.blind))
@@ -203,6 +204,6 @@ class Programs[Program]:
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()
         self._ready[bucket] = self._compile_step(bucket)
-        if not (bucket.is_decode or bucket.is_split or bucket.is_blind):
+        if not (bucket.is_decode or bucket.is_split or bucket.is_blind or bucket == self.ladder.first):
             self.mixed_sizes = (*self.mixed_sizes, (bucket.num_tokens, bucket.num_rows))
         logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)

@@ -19,6 +19,8 @@ import jaxlib.version
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
+from pallas_kernels.cpu.handlers import compiled_by_another_thread
+
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
     # all of them in every step: 3.3 GiB for two layers of Llama 3 70B (compiled HLO, libtpu 0.0.48.1).
@@ -95,6 +97,7 @@ class Recipe:
         with (
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
             jax.default_device(device) if is_own_gpu else nullcontext(),
+            compiled_by_another_thread(),
         ):
             lowered = program.lower(*self.arguments)
         return lowered.compile(self.options)

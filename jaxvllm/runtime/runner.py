@@ -18,7 +18,7 @@ from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import BucketLadder
-from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
 from jaxvllm.runtime.expert_slots import ExpertSlots
 from jaxvllm.runtime.forks import pack_forks
@@ -66,6 +66,7 @@ from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.runtime.token_mask import pack_masks, store_masks
 from jaxvllm.runtime.untouched import untouched
 from pallas_kernels.backend import Backend
+from pallas_kernels.ragged_paged_attention import codes_of
 from sharding.axis import EachReplica
 from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas
 from sharding.rules import DATA
@@ -111,9 +112,9 @@ class Runner(PlanRunner):
         self.overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
         self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
         self._new_pages: Callable[[], KVCachePages] = (
-            (lambda: tuple(untouched(of_group, mesh) for of_group in pages))
+            (lambda: jax.tree.map(partial(untouched, mesh=mesh), pages))
             if self._pages_grow
-            else make_program(_filling(partial(_zeros, tuple((x.shape, x.dtype) for x in pages)), pages, mesh))
+            else make_program(_filling(partial(_zeros, _without_places(pages)), pages, mesh))
         )
         self._new_state = make_program(Recipe(partial(new_state, self.sizes), (), mesh, out_specs=OF_REPLICAS))
         self._kv_pages: KVCachePages
@@ -188,10 +189,14 @@ class Runner(PlanRunner):
         self.call(Reset())
 
     def read_pages(self, pages: np.ndarray, group: int = 0) -> np.ndarray:
-        """Returns the KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...]."""
-        if not self._kv_pages[group].is_fully_addressable:
+        """Returns the KV of a group's `pages` on the host, to look at: f[layers of the group, len(pages), ...].
+
+        Codes are without their scales.
+        """
+        codes = codes_of(self._kv_pages[group])
+        if not codes.is_fully_addressable:
             raise NotImplementedError("pages on devices of several processes cannot be read by one: use one process")
-        return np.asarray(self._kv_pages[group][:, pages])
+        return np.asarray(codes[:, pages])
 
     def take_pages(self, pages: Sequence[NDArray[np.int32]], replica: int = 0) -> list[PageContents]:
         """Does what `PlanRunner.take_pages` says, for one replica of the mesh."""
@@ -354,5 +359,12 @@ def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:
     return Recipe(make, (), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
 
 
-def _zeros(structs: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> KVCachePages:
-    return tuple(jnp.zeros(shape, dtype) for shape, dtype in structs)
+def _without_places(pages: AbstractCachePages) -> AbstractCachePages:
+    """Returns the shapes and dtypes alone, by which a program that makes such arrays is known."""
+    shapes: AbstractCachePages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pages)
+    return shapes
+
+
+def _zeros(structs: AbstractCachePages) -> KVCachePages:
+    zeros: KVCachePages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+    return zeros

@@ -61,6 +61,7 @@ class SamplerOptions:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # of a token, that any request may want
     sums_prompts: bool = False  # whether prompts are pooled by the mean of their hidden states
+    is_plain: bool = False  # whether no row has logit rules or wants log-probabilities; not all is compiled then
 
     @property
     def has_wide_scores(self) -> bool:
@@ -96,7 +97,8 @@ def sample(
 
     def draw() -> jax.Array:
         own, own_positions = _own(rows, axis), axis.own_rows(positions)
-        drawn = _draw(_filter(axis.exchange(logits)[:, :vocab_size], own, own_positions), own, own_positions)
+        scores = _filter(axis.exchange(logits)[:, :vocab_size], own, own_positions, options)
+        drawn = _draw(scores, own, own_positions)
         return jnp.where(rows["temperature"] > 0, axis.all_rows(drawn, len(logits)), greedy)
 
     return lax.cond(jnp.any(rows["temperature"] > 0), draw, lambda: greedy)
@@ -136,6 +138,8 @@ def logprobs(
     def report() -> DeviceLogprobs:
         return _rank(_reported(_divided(logits, rows), rows, positions, vocab_size, axis, options), token_ids, axis)
 
+    if options.is_plain:
+        return DeviceLogprobs.zeros(len(logits), vocab_size)
     return lax.cond(jnp.any(rows["num_logprobs"] >= 0), report, lambda: DeviceLogprobs.zeros(len(logits), vocab_size))
 
 
@@ -196,7 +200,7 @@ def _reported(
     else:
         whole = axis.exchange(_adjust(logits, rows, positions, vocab_size, axis, options))[:, :vocab_size]
         own = _own(rows, axis)
-        filtered = _filter(whole, own, axis.own_rows(positions))
+        filtered = _filter(whole, own, axis.own_rows(positions), options)
         values = jnp.where((own["temperature"] > 0)[:, None], filtered, whole)
     return _in_units(values, options)
 
@@ -211,7 +215,8 @@ def _adjust(
 ) -> jax.Array:
     """Returns what `LOGIT_RULES` and the engine's own functions make of this device's share of the logits."""
     share = VocabShare(logits.shape[-1], vocab_size, axis)
-    logits = run_rules(LOGIT_RULES, logits, rows, positions, share)
+    if not options.is_plain:
+        logits = run_rules(LOGIT_RULES, logits, rows, positions, share)
     if not options.logits_processors:
         return logits
     own = _own(rows, axis)
@@ -220,10 +225,12 @@ def _adjust(
     return share.take(axis.all_rows(whole, len(logits)))
 
 
-def _filter(logits: jax.Array, rows: Rows, positions: jax.Array) -> jax.Array:
+def _filter(logits: jax.Array, rows: Rows, positions: jax.Array, options: SamplerOptions) -> jax.Array:
     """Returns whole rows at their temperature, with the tokens that the filters leave."""
     temperature = rows["temperature"]
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    if options.is_plain:
+        return scaled
     return run_rules(FILTER_RULES, scaled, rows, positions, VocabShare(logits.shape[-1], logits.shape[-1]))
 
 

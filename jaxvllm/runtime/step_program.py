@@ -96,7 +96,8 @@ class StepCompiler:
     sampling: SamplerOptions = DEFAULT_OPTIONS
     make: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile
     proposer: Proposer | None = None
-    _samplers: dict[int, jax.stages.Compiled] = field(default_factory=dict)
+    _samplers: dict[tuple[int, bool], jax.stages.Compiled] = field(default_factory=dict)  # by rows, and whether plain
+    _forwards: dict[Bucket, jax.stages.Compiled] = field(default_factory=dict)  # of buckets that have a plain twin
     # By the name of the readout, and the sizes of the bucket on which it depends.
     _readers: dict[tuple[str, tuple[int, ...]], Callable[[], ReadProgram]] = field(default_factory=dict)
     _shared: dict[str, jax.stages.Compiled] = field(default_factory=dict)
@@ -107,10 +108,13 @@ class StepCompiler:
             return StepProgram(self.compile_begin(bucket))
         # Both at once: compilers run outside of Python's lock. A cold start took 4.2 s and not 4.6 (2 cores).
         with ThreadPoolExecutor(1) as other:
-            begin_later = other.submit(self.compile_begin, bucket)
-            if bucket.num_rows not in self._samplers:
-                self._samplers[bucket.num_rows] = self.compile_sampler(bucket.num_rows)
-            begin = begin_later.result()
+            begin_later = other.submit(self._forward, bucket)
+            kind = bucket.num_rows, bucket.is_plain
+            if kind not in self._samplers:
+                self._samplers[kind] = self.compile_sampler(*kind)
+            begin, sample = begin_later.result(), self._samplers[kind]
+        if bucket.is_plain:
+            return StepProgram(begin, sample)
         readouts = {one.name: self._reader(one, bucket) for one in DEVICE_READOUTS if one.is_possible(self.sampling)}
         if bucket.is_split:  # a row has asked for it that may want distributions in the step at hand
             readouts[DISTRIBUTIONS.name]()
@@ -118,7 +122,17 @@ class StepCompiler:
         if self.sampling.has_wide_scores:  # their largest part decides how much memory the step needs
             readouts[WIDE_SCORES.name]()
             read_bytes = max(map(step_bytes, self._shared.values()))
-        return StepProgram(begin, self._samplers[bucket.num_rows], readouts, read_bytes)
+        return StepProgram(begin, sample, readouts, read_bytes)
+
+    def _forward(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles `StepProgram.begin` of a bucket for prompts, or takes that of its plain twin, which is the same."""
+        whole = replace(bucket, is_plain=False)
+        begin = self._forwards.get(whole)
+        if begin is None:
+            begin = self.compile_begin(whole)
+        if bucket.is_plain:
+            self._forwards[whole] = begin
+        return begin
 
     def _reader(self, readout: DeviceReadout, bucket: Bucket) -> Callable[[], ReadProgram]:
         """Returns what compiles the program of a readout when it is called first."""
@@ -146,8 +160,8 @@ class StepCompiler:
             return False
         return self.proposer.sees_all or not bucket.is_decode
 
-    def compile_sampler(self, num_rows: int) -> jax.stages.Compiled:
-        """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts."""
+    def compile_sampler(self, num_rows: int, is_plain: bool = False) -> jax.stages.Compiled:
+        """Compiles `StepProgram.sample` for every bucket that has `num_rows` and computes prompts, plain or not."""
         arguments = (head_of(self.params), self.state, self.unsampled(num_rows))
         run: Callable[..., Any] = sample_rows
         turn: tuple[Any, ...] = ()
@@ -155,7 +169,12 @@ class StepCompiler:
             run, turn = sample_in_turn, (self.of_replicas((1,), jnp.int32),)
         # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled. Only how many
         # rows are sampled at once depends on whether the device is a TPU.
-        of_all = replace(self, shape=_NO_PAGES, backend=self.backend if self.backend.kind == "tpu" else REFERENCE)
+        of_all = replace(
+            self,
+            shape=_NO_PAGES,
+            backend=self.backend if self.backend.kind == "tpu" else REFERENCE,
+            sampling=replace(self.sampling, is_plain=is_plain),
+        )
         return of_all._make(run, (*arguments, *turn), (OF_REPLICAS, self._read_by_host), donates=(1,))
 
     def compile_readouts(self) -> None:

@@ -22,8 +22,11 @@ def main() -> None:
     logging.getLogger("jaxvllm").setLevel(logging.INFO)
     code, has_others = 1, False
     try:
-        from jaxvllm.worker.command_loop import serve
-        from jaxvllm.worker.engine_link import Address
+        from jaxvllm.engine.startup import uncollected
+
+        with uncollected():
+            from jaxvllm.worker.command_loop import serve
+            from jaxvllm.worker.engine_link import Address
 
         has_others = serve(Address.read(sys.argv[1], os.environ))
         code = 0

@@ -16,6 +16,7 @@ from jaxvllm.engine.commands import AnyCommand
 from jaxvllm.engine.engine import Engine
 from jaxvllm.engine.multihost import follow_config
 from jaxvllm.engine.outputs import RequestOutput
+from jaxvllm.engine.startup import uncollected
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.worker import wire
 from jaxvllm.worker.engine_link import Address, connect
@@ -58,7 +59,8 @@ def serve(address: str | Address) -> bool:
             if follow_config(start.config, lambda: socket.send(wire.encode(wire.Follows()))):
                 socket.send(wire.encode(wire.FollowerEnded()))
                 return True
-            engine = Engine(start.config, SERVING_SECONDS)
+            with uncollected():
+                engine = Engine(start.config, SERVING_SECONDS)
         except (ValueError, NotImplementedError, OSError, ImportError, MemoryError, RuntimeError) as error:
             logger.debug("the engine could not be built", exc_info=True)
             usage = isinstance(error, ValueError | NotImplementedError | OSError)

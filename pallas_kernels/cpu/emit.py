@@ -16,8 +16,6 @@ from pallas_kernels.cpu.values import F32, I1, I8, I16, I32, I64, Value, Variabl
 # What is in memory becomes float32 when it is loaded, and is rounded when it is stored. One byte is only loaded.
 SIZE_OF = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _ELEMENTS = {"float32": F32, "bfloat16": I16, "int8": I8, "float8_e4m3fn": I8, "float8_e5m2": I8}
-# The bits of a float8's mantissa, the bias of its exponent, and its first code that is no finite number.
-_FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7F), "float8_e5m2": (2, 15, 0x7C)}
 
 
 class Emitter:
@@ -79,6 +77,10 @@ class Emitter:
         """Returns the bits of a vector of float32, as integers of 32 bits."""
         return Value(self, self.builder.bitcast(numbers.ir, ir.VectorType(I32, self.lanes)))
 
+    def of_bits(self, integers: Value) -> Value:
+        """Returns a vector of float32 with these bits, which are integers of 32 bits."""
+        return Value(self, self.builder.bitcast(integers.ir, ir.VectorType(F32, self.lanes)))
+
     def wide(self, integers: Value) -> Value:
         """Returns a vector of signed integers as such of 64 bits."""
         return Value(self, self.builder.sext(integers.ir, ir.VectorType(I64, self.lanes)))
@@ -93,6 +95,11 @@ class Emitter:
 
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.builder.select(condition.ir, yes.ir, no.ir))
+
+    def any(self, conditions: Value) -> Value:
+        """Returns whether one of a vector's conditions holds."""
+        bits = self.builder.bitcast(conditions.ir, ir.IntType(conditions.ir.type.count))
+        return Value(self, self.builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0)))
 
     def min(self, a: Value, b: Value) -> Value:
         """Returns the smaller one, and `b` if one is NaN."""
@@ -224,6 +231,35 @@ class Emitter:
     def store_float(self, address: Value, value: Value) -> None:
         self.builder.store(value.ir, self._pointer(address, F32), align=4)
 
+    def load_everywhere(self, address: Value, dtype: str = "float32") -> Value:
+        """Loads one float32 or bfloat16 as float32, in all lanes."""
+        if dtype == "float32":
+            return self.splat(self.load_float(address))
+        wide = self.builder.zext(self.builder.load(self._pointer(address, I16), align=2), I32)
+        number = self.builder.bitcast(self.builder.shl(wide, ir.Constant(I32, 16)), F32)
+        return self.splat(Value(self, number))
+
+    def load_pair_everywhere(self, address: Value, count: int = 2) -> Value:
+        """Loads one or two bfloat16 (`count`; zero for the other) in all pairs of a vector, as `load_pairs` does."""
+        kind = ir.IntType(16 * count)
+        word = self.builder.load(self._pointer(address, kind), align=2)
+        pairs = self.splat(Value(self, word if count == 2 else self.builder.zext(word, I32)))
+        return Value(self, self.builder.bitcast(pairs.ir, ir.VectorType(I16, 2 * self.lanes)))
+
+    def load_words(self, address: Value, bits: int = 32) -> Value:
+        """Loads a vector of integers of so many bits, which are not negative, as integers of 32 bits."""
+        loaded = self._load_raw(address, ir.IntType(bits), self.lanes, None)
+        return Value(self, loaded if bits == 32 else self.builder.zext(loaded, ir.VectorType(I32, self.lanes)))
+
+    def splat_word(self, address: Value) -> Value:
+        """Returns the integer of 32 bits at `address` in all lanes."""
+        return self.splat(Value(self, self.builder.load(self._pointer(address, I32), align=1)))
+
+    def store_narrow(self, address: Value, words: Value, bits: int) -> None:
+        """Stores the lowest `bits` of a vector of integers."""
+        narrow = self.builder.trunc(words.ir, ir.VectorType(ir.IntType(bits), words.ir.type.count))
+        self.builder.store(narrow, self._pointer(address, narrow.type), align=bits // 8)
+
     def load(self, address: Value, dtype: str = "float32", mask: Value | None = None) -> Value:
         """Loads a vector of `dtype` as float32. Lanes outside `mask` are 0, and their memory is not read."""
         loaded = self._load_raw(address, _ELEMENTS[dtype], self.lanes, mask)
@@ -232,8 +268,8 @@ class Emitter:
         if dtype == "int8":
             whole = self.builder.sext(loaded, ir.VectorType(I32, self.lanes))
             return Value(self, self.builder.sitofp(whole, ir.VectorType(F32, self.lanes)))
-        if dtype in _FLOAT8:
-            return self._float8(Value(self, loaded), *_FLOAT8[dtype])
+        if dtype in ("float8_e4m3fn", "float8_e5m2"):
+            return self._float8(Value(self, loaded), dtype)
         return self._widened(Value(self, loaded))
 
     def _load_raw(self, address: Value, element: Any, lanes: int, mask: Value | None) -> Any:
@@ -252,36 +288,44 @@ class Emitter:
         moved = self.builder.shl(wide, ir.Constant(wide.type, [16] * self.lanes))
         return Value(self, self.builder.bitcast(moved, ir.VectorType(F32, self.lanes)))
 
-    def _float8(self, codes: Value, mantissa: int, bias: int, first_special: int) -> Value:
+    def _float8(self, codes: Value, dtype: str) -> Value:
         """Returns codes of float8, given as bytes, as float32.
 
-        No float32 on the way is denormal: some threads count those as zeros.
+        They become float16 first. Its denormal numbers are converted even by threads that count those of float32 as
+        zeros, and no float32 on the way is denormal.
         """
-        words, floats = ir.VectorType(I32, self.lanes), ir.VectorType(F32, self.lanes)
-        wide = Value(self, self.builder.zext(codes.ir, words))
-        magnitude, sign = wide & 0x7F, (wide & 0x80) << 24
-        bits = (magnitude << (23 - mantissa)) + ((127 - bias) << 23)
-        # The exponent of infinity and of NaN: all ones. Only e5m2 has infinity, whose mantissa is 0.
-        special = (magnitude << (23 - mantissa)) | 0x7F800000
-        bits = self.select(magnitude >= first_special, special, bits)
-        number = Value(self, self.builder.sitofp(magnitude.ir, floats)) * 2.0 ** (1 - bias - mantissa)
-        bits = self.select(magnitude < 1 << mantissa, Value(self, self.builder.bitcast(number.ir, words)), bits)
-        return Value(self, self.builder.bitcast((bits | sign).ir, floats))
+        halves, floats = ir.VectorType(I16, self.lanes), ir.VectorType(F32, self.lanes)
+        bits = Value(self, self.builder.sext(codes.ir, halves))
+        if dtype == "float8_e5m2":
+            bits = bits << 8  # the upper half of a float16
+        else:
+            # Its exponent has a bit less, which the sign fills here, and another bias. Only all ones are no number.
+            nan = Value(self, ir.Constant(halves, [0x7E00] * self.lanes))
+            bits = self.select((codes & 0x7F).equals(0x7F), nan, (bits << 7) & 0xBFFF)
+        exact = self.builder.bitcast(bits.ir, ir.VectorType(ir.HalfType(), self.lanes))
+        number = Value(self, self.builder.fpext(exact, floats))
+        return number if dtype == "float8_e5m2" else number * 2.0**8
 
-    def store(self, address: Value, value: Value, dtype: str = "float32") -> None:
-        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even."""
-        raw = value.ir if dtype == "float32" else self._rounded(value)
-        self.builder.store(raw, self._pointer(address, raw.type), align=SIZE_OF[dtype])
+    def store(self, address: Value, value: Value, dtype: str = "float32", mask: Value | None = None) -> None:
+        """Stores a vector of any number of lanes as `dtype`, rounded to the nearest even. `mask` leaves lanes out."""
+        raw = value.ir if dtype == "float32" else self.rounded_halves(value).ir
+        pointer, align = self._pointer(address, raw.type), SIZE_OF[dtype]
+        if mask is None:
+            self.builder.store(raw, pointer, align=align)
+            return
+        name = f"llvm.masked.store.v{raw.type.count}{'f32' if dtype == 'float32' else 'i16'}.p0"
+        others = (Value(self, raw), Value(self, pointer), Value(self, ir.Constant(I32, align)), mask)
+        self.intrinsic(name, ir.VoidType(), *others)
 
-    def _rounded(self, value: Value) -> Any:
-        """Returns the bits of bfloat16 for a vector of float32. A NaN stays a NaN."""
+    def rounded_halves(self, value: Value) -> Value:
+        """Returns a vector of float32 as bfloat16 in 16-bit integers. A NaN stays a NaN."""
         lanes = value.ir.type.count
         words = ir.VectorType(I32, lanes)
         bits = Value(self, self.builder.bitcast(value.ir, words))
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         is_nan = Value(self, self.builder.fcmp_unordered("uno", value.ir, value.ir))
         rounded = self.select(is_nan, bits | 0x400000, rounded)
-        return self.builder.trunc((rounded >> 16).ir, ir.VectorType(I16, lanes))
+        return Value(self, self.builder.trunc((rounded >> 16).ir, ir.VectorType(I16, lanes)))
 
     def prefetch(self, address: Value, level: int = 1) -> None:
         """Asks for the cache line at `address`, which need not exist, in the caches from `level` on."""
@@ -292,3 +336,11 @@ class Emitter:
     def load_pairs(self, address: Value, mask: Value | None = None) -> Value:
         """Loads `2 * lanes` bfloat16, for `vectors.dot_pairs`."""
         return Value(self, self._load_raw(address, I16, 2 * self.lanes, mask))
+
+    def load_halves(self, address: Value, mask: Value | None = None) -> Value:
+        """Loads `lanes` numbers of 16 bits as integers."""
+        return Value(self, self._load_raw(address, I16, self.lanes, mask))
+
+    def store_halves(self, address: Value, halves: Value) -> None:
+        """Stores integers of 16 bits, any number of them."""
+        self.builder.store(halves.ir, self._pointer(address, halves.ir.type), align=2)

@@ -5,7 +5,11 @@ gives it to `register_code` before a program is loaded: nothing is emitted or co
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from threading import Lock
@@ -24,26 +28,56 @@ class Handler:
     """A kernel for one CPU: `emit(emitter, frame, *options)` emits it."""
 
     emit: Callable[..., None]
-    options: tuple[str, ...]  # dtypes and the like
+    options: tuple[object, ...]  # dtypes and the like, which their texts tell apart
     chip: CpuChip
 
     @property
     def target(self) -> str:
-        """The name by which XLA calls it."""
-        return "_".join(("jaxvllm", self.emit.__name__, *self.options, str(self.chip.lanes)))
+        """The name by which XLA calls it, which no handler for other instructions shares.
+
+        Stored programs bring handlers by these names: one with AMX must not come in the place of one without, where
+        this process was refused the tile registers.
+        """
+        features = hashlib.sha256(repr(self.chip).encode()).hexdigest()[:8]
+        return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes), features))
 
     def __call__(self, out: Any, *arguments: jax.Array) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.
 
         `out` is the shape of its result, or a list of these.
         """
-        _registered().add(self.target, self._compile)
+        if (submit := _SUBMIT.get()) is None:
+            _registered().add(self.target, self._compile)
+        else:
+            submit(_registered().add, self.target, self._compile)
         return jax.ffi.ffi_call(self.target, out)(*arguments)
 
     def _compile(self) -> bytes:
         from pallas_kernels.cpu.machine_code import compile_handler
 
         return compile_handler(self.target, lambda e, frame: self.emit(e, frame, *self.options), self.chip)
+
+
+# What takes a kernel to be compiled, where another thread does that.
+_SUBMIT: ContextVar[Callable[..., object] | None] = ContextVar("submit", default=None)
+
+
+@contextmanager
+def compiled_by_another_thread() -> Iterator[None]:
+    """Has another thread compile the kernels that this one names within. All are registered when it ends.
+
+    So a function is traced while LLVM, which does not hold Python's lock, compiles what it has called. No program that
+    calls these kernels may be compiled before the end.
+    """
+    kernels: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as thread:
+        token = _SUBMIT.set(lambda *call: kernels.append(thread.submit(*call)))
+        try:
+            yield
+        finally:
+            _SUBMIT.reset(token)
+    for kernel in kernels:
+        kernel.result()
 
 
 def registered_code() -> dict[str, bytes]:

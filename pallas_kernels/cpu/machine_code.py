@@ -16,6 +16,17 @@ EmitHandler = Callable[[Emitter, Frame], None]
 
 def compile_handler(name: str, emit: EmitHandler, chip: CpuChip) -> bytes:
     """Returns an object file with a handler for `chip`, which need not be this machine's: a function of that name."""
+    target, module = _optimized(name, emit, chip)
+    return bytes(target.emit_object(module))
+
+
+def handler_assembly(name: str, emit: EmitHandler, chip: CpuChip) -> str:
+    """Returns the instructions that this object file has, to be read."""
+    target, module = _optimized(name, emit, chip)
+    return str(target.emit_assembly(module))
+
+
+def _optimized(name: str, emit: EmitHandler, chip: CpuChip) -> tuple[llvm.TargetMachine, llvm.ModuleRef]:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple(chip.triple).create_target_machine(
@@ -29,7 +40,7 @@ def compile_handler(name: str, emit: EmitHandler, chip: CpuChip) -> bytes:
     options.slp_vectorization = options.loop_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(target, options)
     passes.getModulePassManager().run(module, passes)
-    return bytes(target.emit_object(module))
+    return target, module
 
 
 def _module(name: str, emit: EmitHandler, chip: CpuChip) -> ir.Module:

@@ -1,10 +1,11 @@
 """Functions of vectors, emitted as instructions: sums and maxima across lanes, transposition, e**x."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.values import I32, Value
+from pallas_kernels.cpu.dots import Bfloat, dot_for
+from pallas_kernels.cpu.values import I16, I32, Value
 
 
 def shuffle(a: Value, b: Value, lanes: Sequence[int]) -> Value:
@@ -20,20 +21,25 @@ def lane(vector: Value, number: int) -> Value:
 def sums(vectors: Sequence[Value]) -> Value:
     """Returns a vector whose lane i is the sum of vector i. Their number is a power of two, at most that of the lanes.
 
-    A vector's sum has the same bits whichever and however many others there are.
+    A vector's sum has the same bits whichever and however many others there are. Lanes without a vector repeat the
+    others.
     """
+    return _across(vectors, lambda a, b: a + b)
+
+
+def maxima(vectors: Sequence[Value]) -> Value:
+    """Returns a vector whose lane i is the largest lane of vector i, as `sums` does with sums."""
+    return _across(vectors, vectors[0].emitter.max)
+
+
+def _across(vectors: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
     left, distance = list(vectors), 1
     while distance < vectors[0].emitter.lanes:
         if len(left) == 1:
             left *= 2
-        left = [_sum_of_two(a, b, distance) for a, b in zip(left[::2], left[1::2], strict=True)]
+        left = [combine(*_interleaved(a, b, distance)) for a, b in zip(left[::2], left[1::2], strict=True)]
         distance *= 2
     return left[0]
-
-
-def _sum_of_two(a: Value, b: Value, distance: int) -> Value:
-    first, second = _interleaved(a, b, distance)
-    return first + second
 
 
 def transposed(rows: Sequence[Value]) -> list[Value]:
@@ -75,11 +81,22 @@ def first_lanes(count: Value, lanes: int) -> Value:
 
 
 def dot_pairs(a: Value, b: Value, c: Value) -> Value:
-    """Adds to each lane of `c` the products of a pair of bfloat16 (VDPBF16PS, which takes tiny ones for zero)."""
-    e = c.emitter
-    pairs = ir.VectorType(_Bfloat(), 2 * e.lanes)
-    a, b = (Value(e, e.builder.bitcast(x.ir, pairs)) for x in (a, b))
-    return e.intrinsic(f"llvm.x86.avx512bf16.dpbf16ps.{32 * e.lanes}", c.ir.type, c, a, b)
+    """Adds to each lane of `c` the products of a pair of bfloat16. The chip must have an instruction for that."""
+    dot = dot_for(c.emitter.chip, "bfloat16", "bfloat16")
+    assert dot is not None, "kernels ask for has_bf16_dot first"
+    return dot(a, b, c)
+
+
+def bfloat16s(x: Value) -> Value:
+    """Returns a vector of float32 as bfloat16 in 16-bit integers, rounded to the nearest even.
+
+    VCVTNEPS2BF16, where a CPU has it with VDPBF16PS, takes tiny numbers for zero.
+    """
+    e = x.emitter
+    if not e.chip.has("avx512bf16"):
+        return e.rounded_halves(x)
+    rounded = e.intrinsic(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * e.lanes}", ir.VectorType(Bfloat(), e.lanes), x)
+    return Value(e, e.builder.bitcast(rounded.ir, ir.VectorType(I16, e.lanes)))
 
 
 def exp(x: Value) -> Value:
@@ -96,6 +113,32 @@ def exp(x: Value) -> Value:
     result = e.fma(result, rest * rest, rest + 1.0)
     power = Value(e, e.builder.fptosi(turns.ir, ir.VectorType(I32, e.lanes)))
     return result * Value(e, e.builder.bitcast(((power + 127) << 23).ir, turns.ir.type))
+
+
+def exp2(x: Value) -> Value:
+    """Returns 2**x of a vector up to 127, with a relative error below 3e-7; of 0 it is 1, and below -126 0.
+
+    NaN stays NaN.
+    """
+    e = x.emitter
+    turns = e.intrinsic(f"llvm.rint.v{e.lanes}f32", x.ir.type, x)
+    rest = x - turns
+    result = e.vector(1.326472615e-3)
+    for factor in (9.671512991e-3, 5.550733581e-2, 2.4022242427e-1, 6.931470037e-1, 1.0):  # the least relative error
+        result = e.fma(result, rest, e.vector(factor))
+    if e.chip.has_scale:
+        result = scaled(result, turns)
+    else:
+        power = Value(e, e.builder.fptosi(turns.ir, ir.VectorType(I32, e.lanes)))
+        result = result * Value(e, e.builder.bitcast(((power + 127) << 23).ir, x.ir.type))
+    return e.select(x < e.vector(-126.0), e.vector(0.0), result)
+
+
+def scaled(x: Value, powers: Value) -> Value:
+    """Returns x * 2**powers, of powers without a fraction (VSCALEFPS)."""
+    e, every, current = x.emitter, ir.Constant(I16, -1), ir.Constant(I32, 4)
+    name = f"llvm.x86.avx512.mask.scalef.ps.{32 * e.lanes}"
+    return e.intrinsic(name, x.ir.type, x, powers, x, Value(e, every), Value(e, current))
 
 
 def tanh(x: Value) -> Value:
@@ -116,16 +159,3 @@ def gelu_tanh(x: Value) -> Value:
     e = x.emitter
     inner = e.fma(x * x * x, e.vector(0.044715), x) * e.vector(0.7978845608)
     return x * e.vector(0.5) * (tanh(inner) + 1.0)
-
-
-class _Bfloat(ir.Type):  # type: ignore[misc]  # llvmlite has no annotations
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bfloat)
-
-    def __hash__(self) -> int:
-        return hash(_Bfloat)

@@ -1,10 +1,16 @@
 """`Panels`: the order in which a packed matrix lies in memory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
+
+from pallas_kernels.chips import CpuChip
+
+WORD = 4  # bytes of the inputs of an output that lie together
 
 
 @dataclass(frozen=True)
@@ -15,12 +21,17 @@ class Panels:
     the last inputs lack is zeros.
 
     columns: the outputs of a panel, `CpuChip.panel_columns`
-    depth: how many inputs of an output lie together, because one instruction multiplies them: 1 float32, 2 bfloat16, 4
-        numbers of eight bits
+    depth: how many inputs of an output lie together, because one instruction multiplies them: a word of 1 float32, of 2
+        bfloat16 or of 4 numbers of eight bits
     """
 
     columns: int
     depth: int
+
+    @classmethod
+    def of(cls, chip: CpuChip, dtype: DTypeLike) -> Self:
+        """Returns the order in which a chip reads matrices of `dtype`."""
+        return cls(chip.panel_columns, WORD // jnp.dtype(dtype).itemsize)
 
     def shape(self, *matrix: int) -> tuple[int, ...]:
         """Returns the shape in which a matrix of that shape lies."""

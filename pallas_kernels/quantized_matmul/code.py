@@ -17,10 +17,16 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Code:
     """A kind of numbers. A number of eight bits is an element of an array. Two numbers of four bits are one byte.
 
-    The first of two has the lower four bits.
+    The first of two has the lower four bits. A number of five or six bits has a byte of its own, unless a form divides
+    its bits among two arrays.
     """
 
-    name: Literal["int8", "uint4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+    name: Literal["int8", "uint4", "uint5", "uint6", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+
+    @property
+    def bits(self) -> int:
+        """The bits that a number has."""
+        return {"uint4": 4, "float4_e2m1fn": 4, "uint5": 5, "uint6": 6}.get(self.name, 8)
 
     @property
     def per_byte(self) -> int:
@@ -30,12 +36,12 @@ class Code:
     @property
     def dtype(self) -> str:
         """The dtype of arrays of these numbers."""
-        return "uint8" if self.per_byte == 2 else self.name
+        return "uint8" if self.bits < 8 else self.name
 
     @property
     def zero(self) -> int:
         """The number that stands for 0 where a matrix does not say another one."""
-        return 8 if self.name == "uint4" else 0
+        return 2 ** (self.bits - 1) if self.name.startswith("uint") else 0
 
     @property
     def table(self) -> np.ndarray:
@@ -59,6 +65,8 @@ class Code:
     def rounded(self, values: jax.Array) -> jax.Array:
         """Returns the numbers nearest to values f32[.., in], of which none is beyond `largest`, as an array of them."""
         if self.per_byte == 1:
+            if self.zero:
+                return (jnp.clip(jnp.round(values), -self.zero, self.zero - 1) + self.zero).astype(jnp.uint8)
             dtype = _DTYPES[self.name]
             return (jnp.round(values) if self.name == "int8" else values).astype(dtype)
         if self.name == "uint4":
@@ -72,8 +80,8 @@ class Code:
     @property
     def largest(self) -> float:
         """The value that the largest element of a group is rounded to."""
-        sizes: Mapping[str, float] = {"int8": 127, "uint4": 7, "float8_e4m3fn": 448, "float8_e5m2": 57344}
-        return sizes.get(self.name, _E2M1[-1])
+        sizes: Mapping[str, float] = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+        return self.zero - 1 if self.zero else sizes.get(self.name, _E2M1[-1])
 
 
 _DTYPES: Mapping[str, np.dtype] = {
@@ -83,6 +91,7 @@ _DTYPES: Mapping[str, np.dtype] = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
+UINT5, UINT6 = Code("uint5"), Code("uint6")
 E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
 # The codes of arrays whose elements are single numbers.
 BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, E4M3, E5M2)}

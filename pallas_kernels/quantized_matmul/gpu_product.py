@@ -241,7 +241,7 @@ class QuantizedProduct:
             return sizes[...]
         return plgpu.load(sizes, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
-    def _products(self, operands: Sequence[tuple[jax.Array | Ref, Ref]]) -> list[jax.Array]:
+    def _products(self, operands: Sequence[tuple[Any, Ref]]) -> list[jax.Array]:
         """Multiplies matrices [64, K] by rows [K, tokens] in shared memory: f32[64, tokens] for each.
 
         The matrices are in registers, or those of codes in shared memory.

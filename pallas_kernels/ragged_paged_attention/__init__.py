@@ -6,12 +6,21 @@ from pallas_kernels.ragged_paged_attention.api import (
     plan_rows,
     ragged_paged_attention,
 )
-from pallas_kernels.ragged_paged_attention.layout import KVPages, RowLayout, backend_for, kv_pages_struct
+from pallas_kernels.ragged_paged_attention.layout import (
+    AbstractPages,
+    KVPages,
+    RowLayout,
+    ScaledPages,
+    backend_for,
+    codes_of,
+    kv_pages_struct,
+)
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import NO_WINDOW, RaggedRows
 from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
 
 __all__ = [
+    "AbstractPages",
     "ChosenPositions",
     "IndexQueries",
     "NO_WINDOW",
@@ -19,8 +28,10 @@ __all__ = [
     "KVQuantization",
     "RaggedRows",
     "RowLayout",
+    "ScaledPages",
     "backend_for",
     "choose_positions",
+    "codes_of",
     "kv_pages_struct",
     "must_choose",
     "plan_rows",

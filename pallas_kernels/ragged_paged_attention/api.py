@@ -9,11 +9,24 @@ from jax.typing import DTypeLike
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 from pallas_kernels.ragged_paged_attention import reference, sparse
-from pallas_kernels.ragged_paged_attention.layout import PAGE_SIZES, KVPages, RowLayout
+from pallas_kernels.ragged_paged_attention.layout import (
+    PAGE_SIZES,
+    AbstractPages,
+    KVPages,
+    RowLayout,
+    ScaledPages,
+    codes_of,
+    scale_shape,
+)
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQueries
-from pallas_kernels.ragged_paged_attention.write import read_kv, write_kv
+from pallas_kernels.ragged_paged_attention.write import (
+    read_kv,
+    write_kv,
+    write_pages_of_scales,
+    write_scales,
+)
 
 # The result of `plan_rows`: a pytree that only its backend understands, or None where there is nothing to plan.
 type Plan = Any
@@ -21,7 +34,7 @@ type Plan = Any
 
 def plan_rows(
     rows: RaggedRows,
-    kv_pages: KVPages | jax.ShapeDtypeStruct,
+    kv_pages: KVPages | AbstractPages,
     *,
     num_heads: int,
     dtype: DTypeLike,
@@ -39,11 +52,13 @@ def plan_rows(
     from pallas_kernels.ragged_paged_attention import gpu
 
     assert isinstance(backend.chip, GpuChip)
-    width = kv_pages.shape[-1]
+    codes: jax.Array | jax.ShapeDtypeStruct = codes_of(kv_pages)
+    width = codes.shape[-1]
     head_size = width // 2 if latent_size is None else width
     value_size = None if latent_size is None else RowLayout.of(head_size, latent_size, backend).value_size
     q = jax.ShapeDtypeStruct((len(rows.token_rows), num_heads, head_size), dtype)
-    return gpu.make_plan(rows, q, kv_pages, backend.chip, value_size)
+    by_token = isinstance(kv_pages, ScaledPages)
+    return gpu.make_plan(rows, q, codes, backend.chip, value_size, by_token=by_token)
 
 
 def ragged_paged_attention(
@@ -78,8 +93,9 @@ def ragged_paged_attention(
     arXiv 2405.04434). With `index` a key begins with its key in the index, and a query attends to the positions that
     the index chooses (`sparse.py`), or to all where no more fit the page table; an index may have chosen before
     (`choose_positions`). With `quantization` the pages hold keys and values in eight bits. Their scales are `kv_scales`
-    f32[2, K], those of keys first (None: one), or each token has its own. `plan` is the result of `plan_rows` for these
-    rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values for padding tokens, and the pages.
+    f32[2, K], those of keys first (None: one), or each token has its own, and pages are `ScaledPages`. `plan` is the
+    result of `plan_rows` for these rows. Returns f[T, H, D], or f[T, H, L] for latents, with arbitrary finite values
+    for padding tokens, and the pages.
     Donate `kv_pages`, so that the write is in place.
 
     Raises ValueError for shapes and dtypes that do not agree, and NotImplementedError for arguments that only another
@@ -90,8 +106,12 @@ def ragged_paged_attention(
         q, k, v, kv_pages, rows, soft_cap, window, sinks, slopes, index, quantization, kv_scales, latent_size, backend
     )
     head_size, dtype = q.shape[-1], q.dtype
-    layout = RowLayout.of(head_size, latent_size, backend, quantization)
-    new = None if k is None else _new_rows(k, v, kv_pages, layout, quantization, kv_scales)
+    layout = RowLayout.of(head_size, latent_size, backend)
+    pages, scales = kv_pages if isinstance(kv_pages, ScaledPages) else (kv_pages, None)
+    new = None
+    if k is not None:
+        new, new_scales = _new_rows(k, v, pages, layout, quantization, kv_scales)
+        scales = _with_new_scales(new_scales, scales, layer, rows, pages.shape[3], backend)
     if kv_scales is not None:
         # The kernels see codes. The scales that divided keys and values go into the queries and the output.
         q = _scale_heads(q, kv_scales[0])
@@ -102,45 +122,47 @@ def ragged_paged_attention(
         index = None
     if index is not None and latent_size is not None:
         if new is not None:
-            kv_pages = write_kv(new, kv_pages, layer, rows)
+            pages = write_kv(new, pages, layer, rows)
         own, index_size = q[..., -head_size:], 0  # without padding
+        stored: dict[str, Any] = {"quantization": quantization, "scales": scales}
         if isinstance(index, IndexQueries):
             index_size = index.q.shape[-1]
-            index = sparse.choose(index, kv_pages, layer, rows, head_size=head_size, quantization=quantization)
-        how: dict[str, Any] = {"latent_size": latent_size, "index_size": index_size, "quantization": quantization}
-        out = sparse.attend(own, index, kv_pages, layer, rows, scale=scale, **how)
+            index = sparse.choose(index, pages, layer, rows, head_size=head_size, **stored)
+        stored |= {"latent_size": latent_size, "index_size": index_size}
+        out = sparse.attend(own, index, pages, layer, rows, scale=scale, **stored)
     elif backend.kind == "tpu":
         if new is None:
             # Our kernel there writes while it attends, and writes again what it finds.
-            new = read_kv(kv_pages, layer, rows)
+            new = read_kv(pages, layer, rows)
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.ragged_paged_attention import tpu
 
         assert isinstance(backend.chip, TpuChip)
         options |= {"latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
-        out, kv_pages = tpu.attend(q, new, kv_pages, layer, rows, **options)
+        out, pages = tpu.attend(q, new, pages, layer, rows, scales=scales, **options)
     else:
         if new is not None:
-            kv_pages = write_kv(new, kv_pages, layer, rows)
+            pages = write_kv(new, pages, layer, rows)
+        options |= {"scales": scales}
         if backend.kind == "gpu":
             from pallas_kernels.ragged_paged_attention import gpu
 
             assert isinstance(backend.chip, GpuChip)
             options |= {"plan": plan, "latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
-            out = gpu.attend(q, kv_pages, layer, rows, **options)
+            out = gpu.attend(q, pages, layer, rows, **options)
         else:
             options |= {"value_size": layout.value_size, "quantization": quantization}
             if backend.kind == "cpu":
                 from pallas_kernels.ragged_paged_attention import cpu
 
                 assert isinstance(backend.chip, CpuChip)
-                out = cpu.attend(q, kv_pages, layer, rows, chip=backend.chip, **options)
+                out = cpu.attend(q, pages, layer, rows, chip=backend.chip, **options)
             else:
-                out = reference.attend(q, kv_pages, layer, rows, **options)
+                out = reference.attend(q, pages, layer, rows, **options)
     out = layout.value(out, latent_size or head_size)
     if kv_scales is not None:
         out = _scale_heads(out, kv_scales[0 if layout.is_latent else 1])
-    return out.astype(dtype), kv_pages
+    return out.astype(dtype), pages if scales is None else ScaledPages(pages, scales)
 
 
 def choose_positions(
@@ -160,38 +182,57 @@ def choose_positions(
     `ragged_paged_attention` without k then attends to these positions, in this layer or in another (GLM-5.2).
     """
     head_size = k.shape[-1]
-    layout = RowLayout.of(head_size, latent_size, backend, quantization)
-    new = _new_rows(k, None, kv_pages, layout, quantization, kv_scales)
-    kv_pages = write_kv(new, kv_pages, layer, rows)
+    layout = RowLayout.of(head_size, latent_size, backend)
+    pages, scales = kv_pages if isinstance(kv_pages, ScaledPages) else (kv_pages, None)
+    new, new_scales = _new_rows(k, None, pages, layout, quantization, kv_scales)
+    pages = write_kv(new, pages, layer, rows)
+    scales = _with_new_scales(new_scales, scales, layer, rows, pages.shape[3], backend)
     # A scale of all keys changes no order of scores.
-    return sparse.choose(index, kv_pages, layer, rows, head_size=head_size, quantization=quantization), kv_pages
+    stored: dict[str, Any] = {"quantization": quantization, "scales": scales}
+    chosen = sparse.choose(index, pages, layer, rows, head_size=head_size, **stored)
+    return chosen, pages if scales is None else ScaledPages(pages, scales)
 
 
 def must_choose(top_k: int, rows: RaggedRows, kv_pages: KVPages) -> bool:
     """Returns whether a row of the page table has room for more than `top_k` positions: then an index chooses."""
-    return rows.page_table.shape[1] * kv_pages.shape[3] > top_k
+    return rows.page_table.shape[1] * codes_of(kv_pages).shape[3] > top_k
 
 
 def _new_rows(
     k: jax.Array,
     v: jax.Array | None,
-    kv_pages: KVPages,
+    pages: jax.Array,
     layout: RowLayout,
     quantization: KVQuantization | None,
     kv_scales: jax.Array | None,
-) -> jax.Array:
-    """Returns this step's keys and values as rows of the pages, [T, K, W]."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns this step's keys and values as rows of the pages, [T, K, W], and their own scales, f32[T, K, N]."""
     if quantization is None:
-        return layout.row(k, v)
-    held = kv_pages.dtype
+        return layout.row(k, v), None
+    given, new_scales = [k] if v is None else [k, v], None
     if quantization.by_token:
-        assert v is not None, "latents have no scales of single tokens"
-        scales = [quantization.token_scales(x) for x in (k, v)]
-        k, v = (quantization.encoded(x, own, held) for x, own in zip((k, v), scales, strict=True))
-        return layout.row(k, v, quantization.scale_codes(jnp.stack(scales, -1), held).reshape(*k.shape[:2], -1))
-    of_keys, of_values = jnp.ones((2, k.shape[1])) if kv_scales is None else kv_scales
-    k = quantization.encoded(k, of_keys, held)
-    return layout.row(k, None if v is None else quantization.encoded(v, of_values, held))
+        own = [quantization.token_scales(x) for x in given]
+        new_scales = jnp.stack(own, axis=-1)
+    else:
+        own = list(jnp.ones((2, k.shape[1])) if kv_scales is None else kv_scales)
+    k, *values = (quantization.encoded(x, of, pages.dtype) for x, of in zip(given, own, strict=False))
+    return layout.row(k, values[0] if values else None), new_scales
+
+
+def _with_new_scales(
+    new: jax.Array | None,
+    scales: jax.Array | None,
+    layer: jax.Array | int,
+    rows: RaggedRows,
+    page_size: int,
+    backend: Backend,
+) -> jax.Array | None:
+    """Returns the scales of pages with those of this step's tokens, or None where tokens have none."""
+    if new is None or scales is None:
+        return scales
+    if backend.kind == "tpu":
+        return write_pages_of_scales(new, scales, layer, rows, page_size)
+    return write_scales(new, scales, layer, rows)
 
 
 def _scale_heads(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -218,9 +259,16 @@ def _check(
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, query heads, head size], not {q.shape}")
     num_tokens, num_heads, head_size = q.shape
-    if kv_pages.ndim != 5:
-        raise ValueError(f"pages must be [layers, pages, KV heads, page size, 2 * head size], not {kv_pages.shape}")
-    _, _, num_kv_heads, page_size, width = kv_pages.shape
+    by_token = quantization is not None and quantization.by_token
+    if isinstance(kv_pages, ScaledPages) != by_token:
+        raise ValueError(
+            f"pages must be ScaledPages where each token has scales of its own, and only there, not "
+            f"{type(kv_pages).__name__} with {quantization}: make them with kv_pages_struct"
+        )
+    pages = codes_of(kv_pages)
+    if pages.ndim != 5:
+        raise ValueError(f"pages must be [layers, pages, KV heads, page size, 2 * head size], not {pages.shape}")
+    _, _, num_kv_heads, page_size, width = pages.shape
     if page_size not in PAGE_SIZES:
         raise ValueError(f"pages must hold one of {PAGE_SIZES} tokens, not {page_size}")
     if latent_size is not None:
@@ -231,20 +279,24 @@ def _check(
     new = [x for x in (k, v) if x is not None]
     if any(x.shape != (num_tokens, num_kv_heads, head_size) for x in new):
         shapes = ", ".join(f"{name} {x.shape}" for name, x in zip("kv", new, strict=False))
-        raise ValueError(f"q {q.shape}, {shapes} do not fit pages of {num_kv_heads} heads, {kv_pages.shape}")
+        raise ValueError(f"q {q.shape}, {shapes} do not fit pages of {num_kv_heads} heads, {pages.shape}")
     if any(x.dtype != q.dtype for x in new):
         dtypes = ", ".join(f"{name} {x.dtype}" for name, x in zip("kv", new, strict=False))
         raise ValueError(f"dtypes differ: q {q.dtype}, {dtypes}")
-    if width != (wanted := RowLayout.of(head_size, latent_size, backend, quantization).width):
+    layout = RowLayout.of(head_size, latent_size, backend)
+    if width != (wanted := layout.width):
         raise ValueError(
             f"pages must be {wanted} wide, keys and values of heads of size {head_size} as the backend "
             f"{backend.kind} pads them, not {width}: make them with kv_pages_struct"
         )
+    expected = (*pages.shape[:3], *scale_shape(page_size, layout.num_scales, backend))
+    if isinstance(kv_pages, ScaledPages) and kv_pages.scales.shape != expected:
+        raise ValueError(f"the scales of tokens must be {expected}, not {kv_pages.scales.shape}")
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    if kv_pages.dtype != (held := q.dtype if quantization is None else quantization.held_in(backend)):
+    if pages.dtype != (held := q.dtype if quantization is None else quantization.held_in(backend)):
         what = f"q's dtype {held}" if quantization is None else f"{held}, as the backend {backend.kind} holds codes"
-        raise ValueError(f"pages must be of {what}, not {kv_pages.dtype}")
+        raise ValueError(f"pages must be of {what}, not {pages.dtype}")
     if rows.token_rows.shape != (num_tokens,):
         raise ValueError(f"rows describe {rows.token_rows.shape[0]} tokens, q has {num_tokens}")
     num_rows = len(rows.kv_lens)
@@ -267,7 +319,7 @@ def _check(
             "attention to the positions that an index chooses has no slopes: leave one of them out"
         )
     if kv_scales is not None and (quantization is None or quantization.by_token):
-        kind = str(kv_pages.dtype) if quantization is None else "with scales of their tokens' own"
+        kind = str(pages.dtype) if quantization is None else "with scales of their tokens' own"
         raise ValueError(f"kv_scales are for quantized pages without scales, these are {kind}: leave them out")
     if kv_scales is not None and kv_scales.shape != (2, num_kv_heads):
         raise ValueError(

@@ -70,9 +70,14 @@ class RaggedCase:
 
     @property
     def token_elements(self) -> int:
-        """The numbers that pages keep of a token, of all KV heads."""
+        """The numbers that pages keep of a token, of all KV heads, without scales."""
         beside = 0 if self.latent_size else self.value_size
         return self.num_kv_heads * (self.head_size + beside)
+
+    @property
+    def token_scales(self) -> int:
+        """The scales that pages keep of a token, of all KV heads."""
+        return self.num_kv_heads * (1 if self.latent_size else 2) if self.by_token else 0
 
     @property
     def max_pages(self) -> int:
@@ -189,6 +194,15 @@ def _serving() -> tuple[RaggedCase, ...]:
             "decode-64x4096-q128-latent-fp8", 128, 1, 576, SERVING_PAGE_SIZE, 64, (RowCase(1, 4096),) * 64,
             kv_dtype="float8_e4m3fn", latent_size=512,
         ),
+    ) + tuple(
+        # Llama 3 8B, and DeepSeek V3 on eight devices.
+        RaggedCase(
+            f"{name}-q{heads}-{'latent' if latent_size else 'd128'}-int8-by-token", heads, 1 if latent_size else 8,
+            576 if latent_size else 128, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows, kv_dtype="int8",
+            by_token=True, latent_size=latent_size,
+        )
+        for name, rows in (("decode-64x4096", (RowCase(1, 4096),) * 64), ("prefill-2048", (RowCase(2048, 2048),)))
+        for heads, latent_size in ((32, None), (16, 512))
     )  # fmt: skip
 
 

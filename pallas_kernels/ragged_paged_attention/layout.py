@@ -1,7 +1,7 @@
 """The layout of KV pages in memory: one array for all layers, with values beside keys or within them."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,51 @@ from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 
 # f[L, P, K, S, W]: a token's key, then its value, on the last axis. A page of one head is contiguous, so one copy
 # fetches its keys and values; heads of 64 fill a TPU's 128 lanes exactly, which [.., S, 64] would leave half empty.
-# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once. Where a token has scales of
-# its own, they stand between its key and its value, so that both begin and end where they would without.
-type KVPages = jax.Array
+# In latent attention (arXiv 2405.04434) the end of a key is its value, and is stored once.
+type KVPages = jax.Array | ScaledPages
+type AbstractPages = jax.ShapeDtypeStruct | ScaledPages  # whose arrays are abstract
+
+
+class ScaledPages(NamedTuple):
+    """Pages of codes, and the scales of their tokens in an array beside them, which has the same page numbers.
+
+    A page has for each head the scales of S keys, and after them those of S values, which latents have not. Tokens
+    follow each other, as keys do in the logits that are multiplied. Within a row of codes, scales would fit neither the
+    128 lanes of a TPU nor the swizzled copies of a GPU.
+    """
+
+    codes: jax.Array  # [L, P, K, S, W]
+    scales: jax.Array  # f32[L, P, K, N, S], N of one or two; on TPUs see `scale_shape`
+
+
+# XLA:TPU keeps arrays whose rows fill 128 lanes in the order of their axes. Of f32[L, P, 8, 2, 64] it makes P the last
+# axis, and copies all of it for each call of the kernel.
+SCALE_LANES = 128
+
+
+def scale_shape(page_size: int, num_scales: int, backend: Backend) -> tuple[int, int]:
+    """Returns the last two axes of the scales of pages, whose tokens have `num_scales` each."""
+    if backend.kind != "tpu":
+        return num_scales, page_size
+    return -(-num_scales * page_size // SCALE_LANES), SCALE_LANES
+
+
+def check_scaled_heads(num_kv_heads: int) -> None:
+    """Raises NotImplementedError where a TPU's pages of so many KV heads cannot have scales of tokens.
+
+    The rows of a page's scales must be whole registers of eight, or divide one: XLA copies all of them otherwise.
+    """
+    if num_kv_heads % 8 and num_kv_heads not in (1, 2, 4):
+        raise NotImplementedError(
+            "the tpu kernel has scales of tokens (kv_cache_dtype int8_per_token_head, fp8_per_token_head) for 1, 2, 4 "
+            f"or a multiple of 8 KV heads on each device, not for {num_kv_heads}: take kv_cache_dtype fp8"
+        )
+
+
+def codes_of[A](pages: A | ScaledPages) -> A | jax.Array:
+    """Returns the pages without the scales of their tokens."""
+    return pages.codes if isinstance(pages, ScaledPages) else pages
+
 
 PAGE_SIZES = (16, 32, 64, 128)
 # Heads are padded to a multiple of this: 64 keys and 64 values are the TPU's 128 lanes, and 64 two-byte elements the
@@ -49,24 +91,12 @@ class RowLayout:
     width: int
 
     @classmethod
-    def of(
-        cls, head_size: int, latent_size: int | None, backend: Backend, quantization: KVQuantization | None = None
-    ) -> Self:
+    def of(cls, head_size: int, latent_size: int | None, backend: Backend) -> Self:
         """Returns how `backend` lays out keys of `head_size` and as large values, or values that are the last
-        `latent_size` elements of their keys.
-
-        Raises NotImplementedError where it has no scales of single tokens.
-        """
-        by_token = quantization is not None and quantization.by_token
-        if by_token and (latent_size is not None or backend.kind not in ("reference", "cpu")):
-            what = f"the {backend.kind} kernels read" if latent_size is None else "latent attention has"
-            raise NotImplementedError(
-                f"{what} no scales of single tokens (kv_cache_dtype int8_per_token_head, fp8_per_token_head): take "
-                "kv_cache_dtype fp8"
-            )
+        `latent_size` elements of their keys."""
         if latent_size is None:
             padded = padded_head_size(head_size, backend)
-            return cls(padded, padded, 2 * padded + (0 if quantization is None else quantization.scale_bytes))
+            return cls(padded, padded, 2 * padded)
         value_size = _up_to(latent_size, LATENT_ALIGNMENT[backend.kind])
         # Where rows are copied by whole registers, keys begin at one, too.
         alignment = 128 if backend.kind == "tpu" else HEAD_ALIGNMENT[backend.kind]
@@ -83,10 +113,14 @@ class RowLayout:
         ends meet."""
         return _padded(x, self.key_size, in_front=self.is_latent)
 
-    def row(self, k: jax.Array, v: jax.Array | None, between: jax.Array | None = None) -> jax.Array:
-        """Returns keys and values, and what is between them, as rows [.., width] of pages."""
-        parts = [self.key(k), between, None if v is None else self.key(v)]
-        return jnp.concatenate([part for part in parts if part is not None], axis=-1)
+    @property
+    def num_scales(self) -> int:
+        """The scales of a token whose key and value have scales of their own."""
+        return 1 if self.is_latent else 2
+
+    def row(self, k: jax.Array, v: jax.Array | None) -> jax.Array:
+        """Returns keys and values as rows [.., width] of pages."""
+        return self.key(k) if v is None else jnp.concatenate([self.key(k), self.key(v)], axis=-1)
 
     def value(self, out: jax.Array, size: int) -> jax.Array:
         """Returns the `size` elements that a value has before it is padded, of values f[.., D]."""
@@ -112,12 +146,20 @@ def kv_pages_struct(
     backend: Backend,
     latent_size: int | None = None,
     quantization: KVQuantization | None = None,
-) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the pages of a whole model. Page 0 is the trash page, to which padding writes.
+) -> AbstractPages:
+    """Returns shapes and dtypes of the pages of a whole model. Page 0 is the trash page, to which padding writes.
 
     With `latent_size`, the last so many elements of a key are its value. `dtype` is that of keys and values which have
-    no `quantization`.
+    no `quantization`. Raises NotImplementedError where the backend has no scales of tokens for so many heads.
     """
-    width = RowLayout.of(head_size, latent_size, backend, quantization).width
+    layout = RowLayout.of(head_size, latent_size, backend)
     held = dtype if quantization is None else quantization.held_in(backend)
-    return jax.ShapeDtypeStruct((num_layers, num_pages, num_kv_heads, page_size, width), held)
+    heads = num_layers, num_pages, num_kv_heads
+    codes = jax.ShapeDtypeStruct((*heads, page_size, layout.width), held)
+    if quantization is None or not quantization.by_token:
+        return codes
+    if backend.kind == "tpu":
+        check_scaled_heads(num_kv_heads)
+    shape = *heads, *scale_shape(page_size, layout.num_scales, backend)
+    abstract: Any = codes, jax.ShapeDtypeStruct(shape, jnp.float32)
+    return ScaledPages(*abstract)

@@ -14,7 +14,6 @@ Codes = Literal["int8", "float8_e4m3fn", "float8_e5m2"]
 # The backends in plain XLA or for CPUs hold float8 as bytes. XLA:CPU scatters float8 as float16, which takes twice the
 # pool in temporaries (34 MB for a pool of 17; none as bytes), and a bitcast of the whole pool is one copy of it.
 _HOLD_BYTES = ("reference", "cpu")
-_SCALE_BYTES = 4  # of a float32
 # A key or value without a larger number counts as zeros, so that its scale is no denormal number, nor a divisor of 0.
 _LEAST = 1e-30
 
@@ -23,8 +22,8 @@ _LEAST = 1e-30
 class KVQuantization:
     """Keys and values are codes in eight bits, each multiplied by a scale: one for a head, or one for each token of it.
 
-    The scales of heads are given with every call. A scale of a token stands beside its codes, and depends on nothing
-    but that key or value.
+    The scales of heads are given with every call. Those of tokens lie beside the pages, and a token's depends on
+    nothing but its own key or value.
     """
 
     codes: Codes
@@ -42,8 +41,8 @@ class KVQuantization:
 
     @property
     def scale_bytes(self) -> int:
-        """The bytes of a row of a page that hold scales: that of its key and that of its value."""
-        return 2 * _SCALE_BYTES if self.by_token else 0
+        """The bytes of the scale, a float32, that each key or value of a token has of its own."""
+        return 4 if self.by_token else 0
 
     def held_in(self, backend: Backend) -> jnp.dtype:
         """Returns the dtype of the pages of `backend`."""
@@ -63,28 +62,16 @@ class KVQuantization:
         Larger numbers become the largest code: `float8_e4m3fn` has no infinity, so that one outlier would be a NaN in
         the cache.
         """
-        y = jnp.clip(x.astype(jnp.float32) / scales[..., None], -self.largest, self.largest)
+        # XLA multiplies by the reciprocal in some programs and divides in others, which rounds ties to other codes.
+        y = jnp.clip(x.astype(jnp.float32) * (1 / scales)[..., None], -self.largest, self.largest)
         return _as(jnp.round(y).astype(jnp.int8) if self.codes == "int8" else y.astype(self.codes), held)
 
-    def scale_codes(self, scales: jax.Array, held: DTypeLike) -> jax.Array:
-        """Returns scales f32[..] as the bytes that a row holds, [.., 4]."""
-        return lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.dtype(held))
-
-    def decoded(self, held: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Returns the codes of a part of pages as numbers. They are not multiplied by their scales."""
-        return _as(held, self.codes).astype(dtype)
-
-    def key_and_value(
-        self, rows: jax.Array, key_size: int, value_size: int, dtype: DTypeLike
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the keys and values of rows [.., W] of pages, multiplied by the scales that these rows hold."""
-        value_at = rows.shape[-1] - value_size
-        k, v = (self.decoded(part, jnp.float32) for part in (rows[..., :key_size], rows[..., value_at:]))
-        if self.by_token:
-            held = rows[..., key_size:value_at].reshape(*rows.shape[:-1], 2, _SCALE_BYTES)
-            scales = lax.bitcast_convert_type(held, jnp.float32)
-            k, v = k * scales[..., :1], v * scales[..., 1:]
-        return k.astype(dtype), v.astype(dtype)
+    def decoded(self, held: jax.Array, dtype: DTypeLike, scales: jax.Array | None = None) -> jax.Array:
+        """Returns the codes of a part of pages as numbers, multiplied by the `scales` of tokens f32[..] if given."""
+        numbers = _as(held, self.codes)
+        if scales is None:
+            return numbers.astype(dtype)
+        return (numbers.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
 def _as(codes: jax.Array, dtype: DTypeLike) -> jax.Array:

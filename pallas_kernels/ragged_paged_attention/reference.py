@@ -41,10 +41,12 @@ def attend(
     slopes: jax.Array | None,
     value_size: int,
     quantization: KVQuantization | None,
+    scales: jax.Array | None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to the pages, which hold this step's KV already: f[T, H, value_size].
 
-    Where pages have a `quantization`, keys and values are their codes, times the scales of tokens where they have some.
+    Where pages have a `quantization`, keys and values are their codes, times `scales` f32[L, P, K, N, S] if tokens have
+    some.
     """
     num_tokens, num_heads, head_size = q.shape
     num_kv_heads, page_size = kv_pages.shape[2:4]
@@ -56,7 +58,9 @@ def attend(
         None if of_heads is None else of_heads.astype(jnp.float32).reshape(num_kv_heads, -1)
         for of_heads in (sinks, slopes)
     )
-    context = _Context(kv_pages, layer, table, chunk_pages, soft_cap, window, sinks, slopes, value_size, quantization)
+    context = _Context(
+        kv_pages, scales, layer, table, chunk_pages, soft_cap, window, sinks, slopes, value_size, quantization
+    )
     shape = num_tokens, num_heads, value_size
     if rows.decode_only:
         return _decode(grouped, rows.kv_lens, context).reshape(shape).astype(q.dtype)
@@ -110,6 +114,7 @@ class _Context:
     """The KV of one layer, read chunk by chunk, and the rules for what a query sees of it."""
 
     kv_pages: jax.Array
+    scales: jax.Array | None  # f32[L, P, K, N, S]: of keys, and of values but for latents
     layer: jax.Array | int
     table: jax.Array  # i32[R, a multiple of chunk_pages]
     chunk_pages: int
@@ -144,10 +149,14 @@ class _Context:
         kv = self.kv_pages[self.layer, pages]  # [N, pages, K, S, W]
         width = kv.shape[-1]
         kv = kv.transpose(0, 2, 1, 3, 4).reshape(count, num_kv_heads, self.chunk, width)
-        if self.quantization is None:
-            k, v = kv[..., :head_size], kv[..., width - self.value_size :]
-        else:
-            k, v = self.quantization.key_and_value(kv, head_size, self.value_size, q.dtype)
+        k, v = kv[..., :head_size], kv[..., width - self.value_size :]
+        if self.quantization is not None:
+            of_keys = of_values = None
+            if self.scales is not None:
+                found = jnp.moveaxis(self.scales[self.layer, pages], 1, 3)  # [N, K, 2, pages, S]
+                found = found.reshape(count, num_kv_heads, -1, self.chunk)
+                of_keys, of_values = found[:, :, 0], found[:, :, -1]
+            k, v = (self.quantization.decoded(x, q.dtype, of) for x, of in ((k, of_keys), (v, of_values)))
         at = (chunks[:, None] * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
         seen = (at <= positions[:, :, None]) & (at > positions[:, :, None] - self.window)
         logits = jnp.einsum("nkmd,nksd->nkms", q, k, preferred_element_type=jnp.float32)

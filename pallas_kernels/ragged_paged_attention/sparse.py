@@ -50,12 +50,14 @@ def choose(
     *,
     head_size: int,
     quantization: KVQuantization | None,
+    scales: jax.Array | None,
 ) -> ChosenPositions:
     """Chooses among the positions that each query sees, over pages that hold this step's keys of `head_size` already.
 
-    The first numbers of a key, as many as those of a query of the index, are its key there.
+    The first numbers of a key, as many as those of a query of the index, are its key there. Where keys have `scales`
+    of their own, as `ScaledPages` has them, these are multiplied.
     """
-    pages = _IndexedPages(kv_pages, layer, index.q.shape[-1], head_size, quantization)
+    pages = _IndexedPages(kv_pages, layer, index.q.shape[-1], head_size, quantization, scales)
     positions = jnp.where(rows.is_real(), rows.positions, -1)
 
     def choose_tile(index_q: jax.Array, weights: jax.Array, row: jax.Array, position: jax.Array) -> jax.Array:
@@ -77,12 +79,13 @@ def attend(
     latent_size: int,
     index_size: int,
     quantization: KVQuantization | None,
+    scales: jax.Array | None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] over pages of one KV head, which hold this step's keys already: f[T, H, latent_size].
 
     The first `index_size` numbers of q and of a key are not read.
     """
-    pages = _IndexedPages(kv_pages, layer, index_size, q.shape[-1], quantization)
+    pages = _IndexedPages(kv_pages, layer, index_size, q.shape[-1], quantization, scales)
 
     def attend_tile(q: jax.Array, chosen: jax.Array, row: jax.Array) -> jax.Array:
         is_chosen = chosen >= 0
@@ -121,6 +124,7 @@ class _IndexedPages(NamedTuple):
     index_size: int
     head_size: int  # the last so many numbers of a row are a key
     quantization: KVQuantization | None  # of all keys, which then are codes
+    scales: jax.Array | None  # of keys, as `ScaledPages` has them
 
     def best(self, index: IndexQueries, table: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the best positions i32[t, k] of each query, and bool[t, k], true for those that it sees.
@@ -136,7 +140,8 @@ class _IndexedPages(NamedTuple):
         def score(number: jax.Array, scores: jax.Array) -> jax.Array:
             pages = lax.dynamic_slice_in_dim(table, number * chunk_pages, chunk_pages, axis=1)
             keys = self.kv_pages[self.layer, pages, 0, :, begin : begin + self.index_size]
-            found = scores_of(index, self._numbers(keys, jnp.float32).reshape(len(table), chunk, -1))
+            scales = None if self.scales is None else self.scales[self.layer, pages, 0, 0, :page_size]
+            found = scores_of(index, self._numbers(keys, jnp.float32, scales).reshape(len(table), chunk, -1))
             return lax.dynamic_update_slice_in_dim(scores, found, number * chunk, axis=1)
 
         scores = jnp.full((len(table), longest), -jnp.inf, jnp.float32)
@@ -150,8 +155,10 @@ class _IndexedPages(NamedTuple):
         page_size = self.kv_pages.shape[3]
         pages = jnp.take_along_axis(table, positions // page_size, axis=1, mode="clip")
         begin = self.kv_pages.shape[4] - self.head_size + self.index_size
-        return self._numbers(self.kv_pages[self.layer, pages, 0, positions % page_size, begin:], dtype)
+        offsets = positions % page_size
+        scales = None if self.scales is None else self.scales[self.layer, pages, 0, 0, offsets]
+        return self._numbers(self.kv_pages[self.layer, pages, 0, offsets, begin:], dtype, scales)
 
-    def _numbers(self, part: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Returns a part of the pages as numbers: where it has codes, in `dtype`."""
-        return part if self.quantization is None else self.quantization.decoded(part, dtype)
+    def _numbers(self, part: jax.Array, dtype: DTypeLike, scales: jax.Array | None) -> jax.Array:
+        """Returns a part of the pages as numbers: where it has codes, in `dtype` and times the scales of tokens."""
+        return part if self.quantization is None else self.quantization.decoded(part, dtype, scales)

@@ -137,7 +137,7 @@ def test_what_only_looks_like_an_option_is_none(capsys):
 def test_bench_without_its_command_says_where_the_command_stands(argv, command, capsys):
     code, err = told(["bench", *argv], capsys)
     assert code == 2
-    names = "serve, sweep, latency, throughput, ladder, startup, steps, auto-tune or kernels"
+    names = "serve, sweep, latency, throughput, ladder, startup, steps, auto-tune, peers or kernels"
     assert err == f"jaxvllm bench: give {names} first: {command}; see jaxvllm bench --help\n"
 
 

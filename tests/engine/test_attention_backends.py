@@ -26,9 +26,10 @@ PREFIX = "Once upon a time there was a little girl who lived in a small house ne
 PROMPTS = [PREFIX + "One day", "The capital of France is", "Tom", PREFIX + "She had a dog"]
 
 
-def answers(backend: BackendName, has_window: bool) -> tuple[list[list[int]], np.ndarray, int]:
+def answers(backend: BackendName, has_window: bool, kept: str) -> tuple[list[list[int]], np.ndarray, int]:
     """Returns what follows each prompt, all in one batch and the first once more: tokens, and best log-probabilities.
 
+    kept: how pages hold keys and values
     The last value is how many tokens came from the cache. The model has one layer, with a window of 32 or without: each
     layer's kernels take ten seconds to compile.
     """
@@ -42,7 +43,7 @@ def answers(backend: BackendName, has_window: bool) -> tuple[list[list[int]], np
     assert max(map(len, prompts)) == 40  # beyond the window, and in several chunks
     few = dict(max_num_seqs=4, max_num_batched_tokens=16, row_buckets=(4,), token_buckets=(16,), num_pages=33)
     # What these tokens do not need is not compiled.
-    options = few | dict(max_model_len=64, warm_up="background", dtype=DTYPES[backend])
+    options = few | dict(max_model_len=64, warm_up="background", dtype=DTYPES[backend], kv_cache_dtype=kept)
     with TemporaryDirectory() as name, quick_compilation():
         directory = replace(fixture, config=config, shapes=shapes).write_checkpoint(Path(name))
         with tiny_llm(directory, attention_backend=backend, **options) as llm:
@@ -61,10 +62,13 @@ def answers(backend: BackendName, has_window: bool) -> tuple[list[list[int]], np
 # Each of tests/pallas_kernels/attention_suite.py has both kernels with windows and without, and test_families_engine.py
 # has both kinds of layers in one model.
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "has_window"), [("interpret", True), ("interpret-gpu", False)])
-def test_the_engine_says_the_same(backend: BackendName, has_window: bool) -> None:
-    tokens, logprobs, cached = answers(backend, has_window)
-    expected_tokens, expected_logprobs, expected_cached = answers("reference", has_window)
+@pytest.mark.parametrize(
+    ("backend", "has_window", "kept"),
+    [("interpret", True, "int8_per_token_head"), ("interpret-gpu", False, "int8_per_token_head")],
+)
+def test_the_engine_says_the_same(backend: BackendName, has_window: bool, kept: str) -> None:
+    tokens, logprobs, cached = answers(backend, has_window, kept)
+    expected_tokens, expected_logprobs, expected_cached = answers("reference", has_window, kept)
     assert (tokens, cached) == (expected_tokens, expected_cached)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4 if DTYPES[backend] == "float32" else 1e-2)
     assert cached >= 16

@@ -147,6 +147,16 @@ def test_pages_that_are_shared_latents_and_an_index(name: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_a_scale_of_each_latent(name: str, tmp_path: Path) -> None:
+    """A latent has one scale, that of its key, whose first part is the key of an index in V3.2."""
+    path = write_model(tmp_path, (fixture := Fixture.load(name)).config, fixture.weights())
+    stored = partial(by_token, largest=127, dtype=jnp.int8)
+    with one_program(), tiny_llm(path, dtype="float32", kv_cache_dtype="int8_per_token_head") as llm:
+        assert greedy_tokens(llm, PROMPTS, 12) == recomputed(path, stored)
+
+
+@pytest.mark.slow
 def test_drafts_of_a_model_with_calibrated_integers(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,14 +197,16 @@ def test_pages_of_two_kinds_are_never_mixed(tiny_checkpoint: Path) -> None:
 
 
 def test_what_cannot_be_kept_is_refused_before_weights_are_read(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*args: Any, **options: Any) -> None:
         pytest.fail("weights are read")
 
     monkeypatch.setattr(checkpoint, "load", load)
-    with pytest.raises(NotImplementedError, match="the tpu kernels read no scales of single tokens"):
-        tiny_llm(tiny_checkpoint, attention_backend="interpret", kv_cache_dtype="int8_per_token_head")
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
+    path = write_model(tmp_path, checkpoint.read_config(tiny_checkpoint) | heads, {})
+    with pytest.raises(NotImplementedError, match="or a multiple of 8 KV heads on each device, not for 3: take"):
+        tiny_llm(path, attention_backend="interpret", kv_cache_dtype="int8_per_token_head")
 
 
 def test_integers_without_scales_are_refused(tiny_checkpoint: Path, tmp_path: Path) -> None:

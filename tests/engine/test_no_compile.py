@@ -38,7 +38,7 @@ def test_200_mixed_requests(wide_llm: LLM, compilations: Count) -> None:
     programs = wide_llm.engine.replicas[0].runner.programs
     for bucket in programs.ladder.split:  # they are compiled, in the background, when a beam search first asks for them
         programs.wait_for(bucket)
-    assert wide_llm.engine.stats().num_programs == len(programs.ladder.buckets) + len(programs.ladder.split)
+    assert wide_llm.engine.stats().num_programs == 1 + len(programs.ladder.buckets) + len(programs.ladder.split)
     with compilations() as seen:
         wide_llm.generate(PROMPTS[:150], PARAMS[:150], use_tqdm=False)
         with few_pages(wide_llm, 40):  # preempted, and with prefixes found again

@@ -19,11 +19,12 @@ from jaxvllm.config import Quantization
 from jaxvllm.models import checkpoint, orbax_tree
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix
+from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix, packed
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Arrays
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens
 from jaxvllm.models.forms.scaled_rows import CpuInt8, ScaledRows
@@ -34,6 +35,7 @@ from jaxvllm.planner.share import Share
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.packed_matmul import Panels
 from pallas_kernels.quantized_matmul.code import E4M3, Code
 from pallas_kernels.quantized_matmul.code import INT8 as INT8_CODE
 from sharding.axis import ModelAxis
@@ -139,6 +141,34 @@ def test_int8_is_what_numpy_makes_of_each_row(case: Case, layout: Layout, forms:
     assert np.abs(np.asarray(logits - dense_logits(case.params, case.spec, TOKENS))).max() > 1e-3
 
 
+@pytest.mark.parametrize("packs", ["numpy", "kernel"])
+def test_packed_matrices_multiply_as_plain_ones_do(case: Case, packs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if packs == "kernel":
+        monkeypatch.setattr(packed, "LEAST_BYTES", 0)
+    forms = Forms.chosen(None, Backend("cpu", host_chip()), may_turn=True)
+    params = case.load("separate", forms)
+    for name, node in params["layers"][0].items():
+        if not is_of_form(case.spec.layers[0].declare()[name]):
+            continue
+        stored = np.asarray(case.params["layers"][0][name])
+        rows = stored if stored.shape[:-2] == (2,) else stored.reshape(-1, stored.shape[-1])
+        assert isinstance(node.form, Packed)
+        np.testing.assert_array_equal(node.arrays["panels"], Panels.of(host_chip(), "float32").packed(rows))
+    logits = jax.jit(lambda params: dense_logits(params, case.spec, TOKENS))(params)
+    chex.assert_trees_all_close(logits, dense_logits(case.params, case.spec, TOKENS), atol=2e-5, rtol=0)
+    abstract = abstract_params(case.spec, jnp.float32, "separate", make_mesh(MeshShape(1, 1), jax.devices()), forms)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, params)
+
+
+def test_a_matrix_of_a_single_output_is_not_packed() -> None:
+    form = Packed(host_chip(), "float32")
+    assert form.of_matrix(ParamDecl((1, 40), (None, None))) == CpuKernel(host_chip())
+    assert form.of_matrix(ParamDecl((40, 1), (None, None), dtype="bfloat16")) == Packed(
+        host_chip(), "bfloat16", (40, 1)
+    )
+    assert isinstance(form.of_matrix(ParamDecl((3, 24, 40), (None,) * 3, storage="experts")), Packed)
+
+
 @pytest.mark.parametrize(
     ("layout", "forms"),
     [("stacked", INT8), ("separate", Forms(layers=Halves())), ("stacked", Forms(pads_tables=True))],
@@ -205,12 +235,16 @@ def test_a_table_of_a_form_without_rows_is_refused() -> None:
         Halves().look_up({}, jnp.arange(2))
 
 
-@pytest.mark.parametrize("quantization", ["int8_w8a8", "fp8_w8a8"])
-def test_tokens_are_rounded_as_the_matrix_is(quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "backend"),
+    [("int8_w8a8", REFERENCE), ("fp8_w8a8", REFERENCE), ("int8_w8a8", Backend("cpu", host_chip()))],
+    ids=["int8", "fp8", "int8-cpu"],
+)
+def test_tokens_are_rounded_as_the_matrix_is(quantization: str, backend: Backend) -> None:
     random = np.random.default_rng(3)
     matrix, x = random.normal(size=(2, 24, 40)).astype(np.float32), random.normal(size=(7, 40)).astype(np.float32)
     x[2] = 0
-    form = Forms.chosen(quantization, REFERENCE, may_turn=False).layers
+    form = Forms.chosen(quantization, backend, may_turn=False).layers.of_matrix(DECL)
     arrays = form.keep(
         jnp.asarray(matrix), {name: SingleDeviceSharding(jax.devices()[0]) for name in form.declare(DECL)}
     )

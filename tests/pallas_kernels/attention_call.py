@@ -1,5 +1,6 @@
 """One call of ragged paged attention: its arguments, NaN in everything no row owns, and what must come out."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ import numpy as np
 from pallas_kernels.backend import INTERPRETED_TPU, REFERENCE, Backend
 from pallas_kernels.chips import chip_named
 from pallas_kernels.cpu.host import host_chip
-from pallas_kernels.ragged_paged_attention import RaggedRows
+from pallas_kernels.ragged_paged_attention import RaggedRows, ScaledPages
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
-from pallas_kernels.ragged_paged_attention.layout import RowLayout
+from pallas_kernels.ragged_paged_attention.layout import RowLayout, scale_shape
 from tests.pallas_kernels.cpu_chips import narrower
 from tests.pallas_kernels.gpu_here import INTERPRETED
 
@@ -47,8 +48,8 @@ class Call:
     q: np.ndarray  # [T, H, D]
     k: np.ndarray  # [T, K, D]
     v: np.ndarray | None  # [T, K, D]; None: the end of k
-    pages: np.ndarray  # [L, P, K, S, W]: LAYER lacks this step's KV
-    written: np.ndarray  # the same with it
+    pages: Any  # [L, P, K, S, W], with scales where tokens have some: LAYER lacks this step's KV
+    written: Any  # the same with it
     table: np.ndarray  # [R, max_pages]
     sinks: np.ndarray | None  # f32[H]
     slopes: np.ndarray | None  # f32[H]
@@ -107,7 +108,7 @@ def round_up(number: int, step: int) -> int:
 def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFERENCE, seed: int = 0) -> Call:
     rng = np.random.default_rng(seed)
     T, H, K, D, S = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size, case.page_size
-    layout = RowLayout.of(D, case.latent_size, backend, case.quantization)
+    layout = RowLayout.of(D, case.latent_size, backend)
     value = slice(None) if case.latent_size is None else slice(D - case.latent_size, None)
     dtype = np.dtype(dtype)
     stored = np.dtype(jnp.dtype(case.kv_dtype or dtype))
@@ -126,7 +127,7 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
         """What the pages hold of kv [2, s, K, D], with scales that fit [2, s, K, 1]."""
         if scales is None:
             return kv
-        scaled = kv.astype(np.float32) / scales
+        scaled = kv.astype(np.float32) * (1 / scales)
         return (np.clip(np.round(scaled), -127, 127) if stored == np.int8 else scaled).astype(stored)
 
     num_pages = round_up(case.num_pages, POOL_TOKENS // S)
@@ -134,6 +135,9 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     unowned = free.pop()
     pages = np.full((LAYERS, num_pages, K, S, layout.width), poison, stored).view(held)
     written = pages.copy()
+    of_head = scale_shape(S, layout.num_scales, backend)
+    scales_before = np.full((LAYERS, num_pages, K, math.prod(of_head)), np.nan, np.float32)
+    scales_after = scales_before.copy()
     table = np.full((len(case.rows), round_up(case.max_pages, TABLE_PAGES)), unowned, np.int32)
     sinks = rng.standard_normal(H).astype(np.float32) + 1 if case.sinks else None
     slopes = rng.uniform(0.003, 0.3, H).astype(np.float32) if case.slopes else None
@@ -156,14 +160,17 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
             slab = np.zeros((row.kv_len, K, layout.width), stored)
             if case.latent_size is None:
                 slab[..., :D], slab[..., layout.width - layout.value_size :][..., :D] = kept
-                if case.by_token:
-                    between = slab[..., layout.key_size : layout.width - layout.value_size]
-                    between[...] = np.stack(own, axis=-2).reshape(row.kv_len, K, 2).view(stored)
             else:
                 slab[..., layout.width - D :] = kept[0]
             old = row.kv_len if layer != LAYER else row.kv_len - row.query_len
             for target, end in ((written, row.kv_len), (pages, old)):
                 target[layer, mine[positions[:end] // S], :, positions[:end] % S] = slab[:end].view(held)
+            if case.by_token:
+                of_tokens = own[: layout.num_scales, ..., 0].transpose(1, 2, 0)  # [s, K, N]
+                for target, end in ((scales_after, row.kv_len), (scales_before, old)):
+                    for number in range(layout.num_scales):
+                        offsets = positions[:end] % S + number * S
+                        target[layer, mine[positions[:end] // S], :, offsets] = of_tokens[:end, :, number]
             if layer == LAYER and row.query_len:
                 tokens = slice(case.first_token(index), case.first_token(index) + row.query_len)
                 k[tokens], v[tokens] = context[:, row.kv_len - row.query_len :]
@@ -172,4 +179,8 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
                 real[tokens] = True
     assert len(free) == num_pages - case.num_pages
     v = v if case.latent_size is None else None
-    return Call(case, q, k, v, pages, written, table, sinks, slopes, scales, expected, real)
+    before, after = pages, written
+    if case.by_token:
+        scales_before, scales_after = (x.reshape(*x.shape[:3], *of_head) for x in (scales_before, scales_after))
+        before, after = ScaledPages(pages, scales_before), ScaledPages(written, scales_after)
+    return Call(case, q, k, v, before, after, table, sinks, slopes, scales, expected, real)

@@ -44,7 +44,7 @@ def attention(
     return jax.jit(partial(ragged_paged_attention, **options))
 
 
-def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, Any]:
     """Output and pages of `call` by the backend `name`, some of its arguments changed."""
     arguments = {
         name: getattr(call, name) for name in ("q", "k", "v", "pages", "rows", "sinks", "slopes", "kv_scales")
@@ -53,7 +53,7 @@ def run(call: Call, name: str, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     case = call.case
     function = attention(case.scale, case.soft_cap, case.latent_size, case.quantization, name)
     out, pages = function(*positional, **arguments)
-    return np.asarray(out), np.asarray(pages)
+    return np.asarray(out), jax.tree.map(np.asarray, pages)
 
 
 # One of each kind. The others, interpreted for GPUs and TPUs, take half of four minutes.
@@ -73,11 +73,11 @@ def marks_of(case: RaggedCase) -> Sequence[pytest.MarkDecorator]:
     return () if case.name in QUICK else [pytest.mark.slow]
 
 
-# Two of one byte, whose tokens have scales of their own: for kernels that read those.
+# Of one byte, whose tokens have scales of their own.
 BY_TOKEN = tuple(
-    replace(case, name=f"{case.name}-by-token", by_token=True)
+    replace(case, name=f"{case.name}-by-token", kv_dtype=case.kv_dtype or "int8", by_token=True)
     for case in CASES
-    if case.name in ("mixed-int8", "decode-fp8")
+    if case.name in ("mixed-int8", "decode-fp8", "mixed-latent")
 )
 # Of the same programs as cases above.
 EMPTY = RowCase(0, 0)
@@ -98,7 +98,7 @@ part_of = jax.jit(RaggedRows.part, static_argnames="num_tokens")
 class Result:
     call: Call
     out: np.ndarray
-    pages: np.ndarray
+    pages: Any
     printed: str  # the interpreters print the races that they see
 
 
@@ -151,13 +151,16 @@ class AttentionSuite:
         # NaN equal to NaN: nothing else may change, in any page of any layer, but for the trash page, and for positions
         # after the end of a row in a page that the row writes to: nobody reads those before they are written.
         call, size = result.call, result.call.case.page_size
-        before, expected, pages = (x.astype(np.float32) for x in (call.pages, call.written, result.pages))
-        for row, pages_of_row in zip(call.case.rows, call.table, strict=True):
-            if row.query_len and row.kv_len % size:
-                tail = (LAYER, pages_of_row[row.kv_len // size], slice(None), slice(row.kv_len % size, None))
-                expected[tail] = pages[tail] = 0
-        np.testing.assert_array_equal(pages[:, 1:], expected[:, 1:])
-        np.testing.assert_array_equal(np.delete(pages, LAYER, 0), np.delete(before, LAYER, 0))
+        arrays = [
+            [x.astype(np.float32) for x in jax.tree.leaves(held)] for held in (call.pages, call.written, result.pages)
+        ]
+        for before, expected, pages in zip(*arrays, strict=True):
+            for row, pages_of_row in zip(call.case.rows, call.table, strict=True):
+                if pages is arrays[2][0] and row.query_len and row.kv_len % size:
+                    tail = (LAYER, pages_of_row[row.kv_len // size], slice(None), slice(row.kv_len % size, None))
+                    expected[tail] = pages[tail] = 0
+            np.testing.assert_array_equal(pages[:, 1:], expected[:, 1:])
+            np.testing.assert_array_equal(np.delete(pages, LAYER, 0), np.delete(before, LAYER, 0))
 
     def test_bfloat16(self, bfloat16_case: str) -> None:
         call = self.call(next(case for case in CASES if case.name == bfloat16_case), jnp.bfloat16)
@@ -253,7 +256,7 @@ WHOLE = replace(MQA, name="prefill-whole", rows=(MQA.rows[1], RowCase(200, 200),
 def interpreted(*dropped: str) -> Sequence[RaggedCase]:
     """CASES for a kernel that is interpreted, without those `dropped`: a program takes five seconds of the CPU."""
     assert {*dropped} < {case.name for case in CASES}
-    return [WHOLE if case.name == WHOLE.name else case for case in CASES if case.name not in dropped]
+    return [WHOLE if case.name == WHOLE.name else case for case in (*CASES, *BY_TOKEN) if case.name not in dropped]
 
 
 class InterpretedSuite(AttentionSuite):

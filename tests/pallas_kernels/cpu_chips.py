@@ -1,4 +1,4 @@
-"""This machine's CPU, and the same with narrower vectors, which it computes in parts of its registers."""
+"""This machine's CPU, the same with narrower vectors, which it computes in parts of its registers, and with AMX."""
 
 from dataclasses import replace
 
@@ -15,3 +15,13 @@ def narrower(lanes: int) -> CpuChip:
 
 
 CPU_CHIPS = {chip.lanes: chip for chip in (narrower(lanes) for lanes in (16, 8, 4))}
+# The widest, which emulates AMX.
+WITH_AMX = replace(host_chip(), emulated=("amx-tile", "amx-bf16", "amx-int8"))
+# And this CPU itself, if it has AMX.
+AMX_CHIPS = (WITH_AMX, host_chip()) if host_chip().has_bf16_tiles and host_chip().has_byte_tiles else (WITH_AMX,)
+# One that has AMX, by the name that LLVM gave it.
+SAPPHIRE_RAPIDS = CpuChip(
+    name="rocketlake",
+    triple="x86_64-unknown-linux-gnu",
+    features="+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512vnni,+amx-tile,+amx-bf16,+amx-int8",
+)

@@ -13,11 +13,10 @@ from pallas_kernels.ragged_paged_attention import (
     NO_WINDOW,
     KVQuantization,
     RaggedRows,
-    kv_pages_struct,
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase, RowCase
-from tests.pallas_kernels.attention_call import BACKENDS, LAYER, Call, make_call
+from tests.pallas_kernels.attention_call import LAYER, Call, make_call
 from tests.pallas_kernels.attention_suite import DECODE, MIXED, AttentionSuite, run
 
 
@@ -155,19 +154,15 @@ def test_scales_of_other_heads_are_refused() -> None:
 def test_pages_that_are_not_in_the_form_of_the_backend_are_refused() -> None:
     with pytest.raises(ValueError, match="pages must be of uint8, as the backend reference holds codes, not float8"):
         abstract_call(KVQuantization("float8_e4m3fn"), pages=(make_call(MIXED).pages.shape, jnp.float8_e4m3fn))
-    # Two scales of four bytes follow a key, so pages without them are too narrow.
-    with pytest.raises(ValueError, match="pages must be 40 wide"):
+    with pytest.raises(ValueError, match="pages must be ScaledPages where each token has scales of its own"):
         abstract_call(KVQuantization("int8", by_token=True), pages=(make_call(MIXED).pages.shape, jnp.int8))
 
 
-@pytest.mark.parametrize(
-    ("backend", "latent_size", "message"),
-    [("tpu", None, "the tpu kernels read no scales"), ("reference", 8, "latent attention has no scales")],
-)
-def test_scales_of_tokens_where_nothing_reads_them(backend: str, latent_size: int | None, message: str) -> None:
-    by_token = KVQuantization("int8", by_token=True)
-    with pytest.raises(NotImplementedError, match=f"{message} of single tokens .*: take kv_cache_dtype fp8"):
-        kv_pages_struct(1, 2, 16, 1, 16, jnp.dtype(jnp.float32), BACKENDS[backend], latent_size, by_token)
+def test_scales_of_other_pages_are_refused() -> None:
+    call = make_call(replace(MIXED, kv_dtype="int8", by_token=True))
+    pages = call.pages._replace(scales=call.pages.scales[..., :8])
+    with pytest.raises(ValueError, match=r"the scales of tokens must be \(3, \d+, 2, 2, 16\)"):
+        run(call, "reference", pages=pages)
 
 
 @pytest.mark.parametrize(

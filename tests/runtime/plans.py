@@ -23,5 +23,6 @@ def make_plan(num_decode: int, chunks: Sequence[int] = (), *, first_slot: int = 
         token_ids=400 + np.arange(sum(chunks), dtype=np.int32),
         next_tokens=np.where((numbers >= num_decode) & (numbers % 2 == 0), 500 + numbers, NOT_SCORED).astype(np.int32),
         wants_logprobs=False,
+        has_logit_rules=False,
         row_tokens=row_tokens,
     )

@@ -19,7 +19,7 @@ from jaxvllm.planner.share import Share
 from jaxvllm.runtime.cache_shape import CacheShape, DraftCache, LayerGroup
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
-from pallas_kernels.ragged_paged_attention import KVQuantization
+from pallas_kernels.ragged_paged_attention import KVQuantization, codes_of
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.changed import in_windows
@@ -119,18 +119,28 @@ def test_memories_are_grouped_by_what_they_keep() -> None:
     assert share.page_bytes(16, REFERENCE) == 16 * 4 * (2 * 48 + 4 * 32)
 
 
-@pytest.mark.parametrize(("by_token", "width"), [(False, 48), (True, 48 + 8)])
-def test_keys_and_values_of_eight_bits_are_counted_with_their_scales(by_token: bool, width: int) -> None:
+@pytest.mark.parametrize(("by_token", "token_bytes"), [(False, 48), (True, 48 + 8)])
+def test_keys_and_values_of_eight_bits_are_counted_with_their_scales(by_token: bool, token_bytes: int) -> None:
     """States stay in float32, and take a larger share of the memory beside smaller pages."""
     spec, quantization = model_spec(Fixture.load("qwen3_5").config), KVQuantization("float8_e4m3fn", by_token)
     shape = CacheShape(41, 16, 4, max_pages=8, dtype=jnp.dtype("float32"), step_tokens=16, quantization=quantization)
-    pages = shape.pages(spec, REFERENCE, make_mesh(MeshShape(1, 2), jax.devices()))
-    assert [(of.shape[2:], of.dtype) for of in pages][0] == ((2, 16, width), jnp.uint8)
-    assert pages[1].dtype == jnp.float32
+    mesh = make_mesh(MeshShape(1, 2), jax.devices())
+    pages, states = shape.pages(spec, REFERENCE, mesh)
+    assert [(of.shape[2:], of.dtype) for of in jax.tree.leaves(pages)] == [
+        ((2, 16, 48), jnp.uint8),
+        *([((2, 2, 16), jnp.float32)] if by_token else []),
+    ]
+    assert codes_of(states).dtype == jnp.float32
     [keys, _] = (group.memory for group in shape.groups(spec))
-    assert keys.page_bytes(16, jnp.float32, quantization) == 2 * 16 * width
+    assert keys.page_bytes(16, jnp.float32, quantization) == 2 * 16 * token_bytes
     share = Share(Spread(spec, 2), jnp.dtype("float32"))
-    assert share.page_bytes(16, REFERENCE, quantization) == 2 * 16 * width  # of one head, in two layers
+    assert share.page_bytes(16, REFERENCE, quantization) == 2 * 16 * token_bytes  # of one head, in two layers
+    # What travels of a page: its scales belong to the group of its codes.
+    arrays = page_format("", spec, shape, REFERENCE, mesh).arrays
+    assert [array.group for array in arrays] == [0, *([0] if by_token else []), 1]
+    assert shape.device_bytes(Spread(spec, 2), REFERENCE) == sum(
+        of.size * of.dtype.itemsize // 2 for of in jax.tree.leaves((pages, states))
+    )
 
 
 def test_a_state_is_a_page_of_a_group_that_slides() -> None:
@@ -208,4 +218,4 @@ def test_drafts_have_no_codes_that_need_calibrated_scales(
     draft = DraftCache(1, KeysAndValues(2, 64, None))
     shape = replace(SHAPE, draft=draft, quantization=quantization)
     *_, pages = shape.pages(spec_of(None), REFERENCE, make_mesh(MeshShape(1, 1), jax.devices()))
-    assert pages.dtype == dtype
+    assert codes_of(pages).dtype == dtype

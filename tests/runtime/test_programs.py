@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.runtime.plans import make_plan
 from tests.waiting import PATIENCE
 
 LADDER = BucketLadder.build([1, 4], [8, 32])
-FIRST, LARGEST = LADDER.first, LADDER.largest
+PLAIN, FIRST, LARGEST = LADDER.plain, LADDER.first, LADDER.largest
 
 
 class Compiler:
@@ -54,29 +55,30 @@ def compiler() -> Iterator[Compiler]:
     compiler.compile(100)  # whatever a failed test has left waiting
 
 
-def test_serves_from_the_first_and_then_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
+def test_serves_from_a_plain_one_and_then_the_largest_while_the_rest_compiles(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
-    assert compiler.asked[0] == FIRST == Bucket(8, 4)
+    assert compiler.asked[0] == PLAIN == Bucket(8, 4, is_plain=True)
     assert programs.room == StepRoom(8, 4) and programs.largest is None
     for plan in (make_plan(1), make_plan(4), make_plan(1, [5]), make_plan(3, [5])):
-        assert programs.choose(plan) == FIRST == programs.wait_for(FIRST)()
+        assert programs.choose(plan) == PLAIN == programs.wait_for(PLAIN)()
     compiler.wait_until_asked(2)
     assert programs.num_compiled == 1
     assert programs.mixed_sizes == ((8, 4),), "a step is cut to no size that is not ready"
-    compiler.compile(1)
-    compiler.wait_until_asked(1)
-    assert compiler.asked[1] == LARGEST
+    compiler.compile(2)
+    compiler.wait_until_asked(2)
+    assert compiler.asked[1:3] == [FIRST, LARGEST]
     assert programs.room is None and programs.largest is not None
-    assert programs.choose(make_plan(3, [29])) == LARGEST and programs.choose(make_plan(3, [5])) == FIRST
+    assert programs.choose(make_plan(3, [29])) == LARGEST and programs.choose(make_plan(3, [5])) == PLAIN
     compiler.compile(len(LADDER.buckets))
     programs.wait()
-    assert programs.num_compiled == len(LADDER.buckets)
+    assert programs.num_compiled == 1 + len(LADDER.buckets)
     mixed = [(bucket.num_tokens, bucket.num_rows) for bucket in LADDER.buckets if not bucket.is_decode]
     assert sorted(programs.mixed_sizes) == sorted(mixed)
     for plan, expected in [
         (make_plan(1), Bucket(1, 1)),
         (make_plan(2), Bucket(4, 4)),
-        (make_plan(1, [5]), Bucket(8, 4)),
+        (make_plan(1, [5]), PLAIN),
+        (replace(make_plan(1, [5]), has_logit_rules=True), FIRST),
         (make_plan(3, [29]), Bucket(32, 4)),
     ]:
         assert programs.choose(plan) == expected == programs.wait_for(expected)()
@@ -89,9 +91,27 @@ def test_a_plan_that_no_bucket_holds_yet_waits_for_the_largest(compiler: Compile
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    compiler.compile(1)
+    compiler.compile(2)
     waiting.join(PATIENCE)
     assert chosen == [LARGEST]
+    compiler.compile(100)
+    programs.wait()
+
+
+@pytest.mark.parametrize(
+    "asks", [{"has_logit_rules": True}, {"wants_logprobs": True}, {"masked": np.ones(2, np.bool_)}]
+)
+def test_a_plan_that_is_not_plain_waits_for_the_first_with_all_rules(compiler: Compiler, asks: dict[str, Any]) -> None:
+    programs = Programs(LADDER, compiler)
+    chosen: list[Bucket] = []
+    plan = replace(make_plan(1, [5]), **asks)
+    waiting = threading.Thread(target=lambda: chosen.append(programs.choose(plan)))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    compiler.compile(1)
+    waiting.join(PATIENCE)
+    assert chosen == [FIRST]
     compiler.compile(100)
     programs.wait()
 
@@ -107,11 +127,11 @@ def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compil
 
 def test_a_bucket_serves_as_soon_as_it_is_ready(compiler: Compiler) -> None:
     programs = Programs(LADDER, compiler)
-    compiler.compile(2)
-    compiler.wait_until_asked(4)  # the first, the largest, the widest, and the one after it
-    assert programs.num_compiled == 3
+    compiler.compile(3)
+    compiler.wait_until_asked(5)  # the plain one, the first, the largest, the widest, and the one after it
+    assert programs.num_compiled == 4
     assert programs.choose(make_plan(1)) == Bucket(4, 4)
-    assert programs.choose(make_plan(1, [2])) == FIRST
+    assert programs.choose(make_plan(1, [2])) == PLAIN
     compiler.compile(100)
     programs.wait()
 
@@ -122,7 +142,7 @@ def test_who_needs_a_bucket_that_is_not_ready_waits_for_it(compiler: Compiler) -
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    compiler.compile(2)
+    compiler.compile(3)
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
     compiler.compile(100)
@@ -137,10 +157,10 @@ def test_split_buckets_compile_when_the_first_plan_could_use_one(compiler: Compi
     with_prompt = replace(make_plan(1, [5]), masked=np.ones(2, np.bool_))
     assert programs.choose(with_prompt) == Bucket(8, 4)
     programs.wait()
-    assert programs.num_compiled == len(LADDER.buckets)
+    assert programs.num_compiled == 1 + len(LADDER.buckets)
     assert programs.choose(masked) in (Bucket(8, 4), Bucket(1, 1, is_split=True), Bucket(4, 4, is_split=True))
     programs.wait()
-    assert sorted(compiler.asked) == sorted((*LADDER.buckets, *LADDER.split))
+    assert sorted(compiler.asked) == sorted((PLAIN, *LADDER.buckets, *LADDER.split))
     assert programs.choose(masked) == Bucket(1, 1, is_split=True)
     assert programs.choose(make_plan(1)) == Bucket(1, 1)
 
@@ -155,7 +175,7 @@ def test_each_bucket_compiles_once(compiler: Compiler) -> None:
     compiler.compile(100)
     programs = Programs(LADDER, compiler)
     programs.wait()
-    assert sorted(compiler.asked) == sorted(LADDER.buckets)
+    assert sorted(compiler.asked) == sorted((PLAIN, *LADDER.buckets))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
@@ -171,7 +191,7 @@ def test_compiling_yields_to_steps_where_there_are_any(compiler: Compiler, yield
     nicenesses: dict[Bucket, int] = {}
     compiler.compile(100)
     Programs(LADDER, compile_step, yields).wait()
-    early = {nicenesses.pop(bucket) for bucket in (FIRST, LARGEST)}  # plans may wait for them
+    early = {nicenesses.pop(bucket) for bucket in (PLAIN, FIRST, LARGEST)}  # plans may wait for them
     rest = set(nicenesses.values())
     assert early == {niceness()}
     assert rest == {COMPILE_NICENESS if yields else niceness()}
@@ -200,24 +220,24 @@ def test_a_bucket_that_fails_is_logged_and_the_others_serve(caplog: pytest.LogCa
     [record] = caplog.records
     assert "bucket decode 4 did not compile" in record.getMessage()
     assert "no decode 4 on this chip" in caplog.text
-    assert programs.num_compiled == len(LADDER.buckets) - 1
+    assert programs.num_compiled == len(LADDER.buckets)
     # After it all others compiled; its plans run padded in the next larger one.
-    assert programs.choose(make_plan(4)) == Bucket(8, 4)
+    assert programs.choose(make_plan(4)) == PLAIN
     with pytest.raises(RuntimeError, match="bucket decode 4 did not compile here, and process 0 uses it"):
         programs.wait_for(Bucket(4, 4))
 
 
-def test_without_the_first_there_is_no_engine() -> None:
-    compiler = Compiler(failing=(FIRST,))
+def test_without_the_plain_one_there_is_no_engine() -> None:
+    compiler = Compiler(failing=(PLAIN,))
     running = threading.active_count()
-    with pytest.raises(RuntimeError, match="no 8 tokens x 4 rows on this chip"):
+    with pytest.raises(RuntimeError, match="no 8 tokens x 4 rows, plain on this chip"):
         Programs(LADDER, compiler)
     assert threading.active_count() == running
 
 
 def test_what_breaks_off_because_the_engine_ends_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A script that ended while programs compiled left a traceback for each of its engines."""
-    compiler = Compiler(failing=(LARGEST,))
+    compiler = Compiler(failing=(FIRST,))
     programs = Programs(LADDER, compiler)
     compiler.wait_until_asked(2)
     closing = threading.Thread(target=programs.close)
@@ -237,7 +257,7 @@ def test_without_the_largest_plans_stay_small(caplog: pytest.LogCaptureFixture) 
         programs.wait()
     assert "no 32 tokens x 4 rows on this chip" in caplog.text
     assert programs.room == StepRoom(8, 4)
-    assert programs.choose(make_plan(3, [5])) == FIRST
+    assert programs.choose(make_plan(3, [5])) == PLAIN
     with pytest.raises(RuntimeError, match="no bucket that holds 32 tokens compiled: see the log above"):
         programs.choose(make_plan(3, [29]))
 
@@ -255,14 +275,14 @@ def test_buckets_with_drafts_that_nobody_chose_compile_when_they_are_asked_for(c
     programs = Programs(ladder, compiler)
     compiler.compile(len(ladder.buckets))
     programs.wait()
-    assert set(compiler.asked) == set(ladder.buckets) and not programs.drafted(1)
+    assert set(compiler.asked) == {ladder.plain, *ladder.buckets} and not programs.drafted(1)
     assert programs.may_compile_drafts
     compiler.compile(2)
     programs.compile_drafts()
     assert not programs.may_compile_drafts
     programs.compile_drafts()  # it has begun
     programs.wait()
-    assert compiler.asked[len(ladder.buckets) :] == [Bucket(4, 1, num_drafts=3), Bucket(3, 1, num_drafts=2)]
+    assert compiler.asked[1 + len(ladder.buckets) :] == [Bucket(4, 1, num_drafts=3), Bucket(3, 1, num_drafts=2)]
     assert programs.drafted(1) == {
         3: Bucket(4, 1, num_drafts=3),
         2: Bucket(3, 1, num_drafts=2),

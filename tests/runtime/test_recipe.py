@@ -29,6 +29,7 @@ from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from tests.models.changed import changed
 from tests.models.fixture import Fixture
+from tests.pallas_kernels.cpu_chips import SAPPHIRE_RAPIDS
 from tests.runtime.test_step_memory import SHAPE
 
 
@@ -76,6 +77,8 @@ def test_whatever_differs_gives_another_name() -> None:
                 Matrix(Turned(), {"x": struct(4)}),  # type: ignore[dict-item]
                 Matrix(ScaledRows(), {"x": struct(4)}),  # type: ignore[dict-item]
                 Matrix(CpuInt8(host_chip()), {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(CpuInt8(SAPPHIRE_RAPIDS), {"x": struct(4)}),  # type: ignore[dict-item]
+                Matrix(CpuInt8(SAPPHIRE_RAPIDS.without("amx-tile")), {"x": struct(4)}),  # type: ignore[dict-item]
             )
         ),
         replace(add(), arguments=(struct(4, on=mesh(1)),) * 2, mesh=mesh(1)),

@@ -15,7 +15,7 @@ from jaxvllm.core.request import MAX_BAD_WORD_TOKENS
 from jaxvllm.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.runtime.logit_rules import VocabShare, run_rules
-from jaxvllm.runtime.sampler import LOGIT_RULES, DeviceLogprobs, logprobs, sample
+from jaxvllm.runtime.sampler import LOGIT_RULES, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import Rows
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -375,6 +375,14 @@ def test_a_seeded_row_draws_the_same_whatever_it_is_batched_with() -> None:
     alone = tokens(0, 1)
     assert len(set(alone)) > 5
     assert alone == tokens(0, 3) == tokens(2, 3) == tokens(6, 7)
+
+
+def test_a_plain_sampler_draws_the_same_where_no_row_has_rules() -> None:
+    rows = state_of([Row(temperature=0), *(Row(temperature=0.3 + 0.4 * i, seed=(i, 7)) for i in range(ROWS - 1))])
+    logits = np.random.default_rng(0).normal(size=(ROWS, VOCAB)).astype(np.float32) * 3
+    positions = jnp.arange(ROWS)
+    plain = jax.jit(lambda *given: sample(*given, VOCAB, options=SamplerOptions(is_plain=True)))
+    np.testing.assert_array_equal(plain(logits, rows, positions), jitted_sample(logits, rows, positions))
 
 
 def test_stop_ids_wait_for_min_tokens() -> None:

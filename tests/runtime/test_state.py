@@ -7,7 +7,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
@@ -15,7 +15,8 @@ from jaxvllm.core.sampling_params import MAX_LOGPROBS, MAX_SEED, MIN_SEED, Sampl
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.penalties import count_tokens
-from jaxvllm.runtime.slot_fields import SlotSizes
+from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES
+from jaxvllm.runtime.slot_fields import Rows, SlotSizes
 from jaxvllm.runtime.state import (
     ADMISSION_BATCH,
     RECALL_TOKENS,
@@ -40,6 +41,19 @@ jitted_admit_rare = jax.jit(partial(admit_rare, sizes=SIZES))
 jitted_recount = jax.jit(recount)
 
 
+def request_of(
+    params: SamplingParams, num_tokens: int = 1, seed: int = 0, stop_token_ids: tuple[int, ...] = ()
+) -> Request:
+    prompt = Prompt(None, np.zeros(num_tokens, np.int32))
+    return Request(
+        asked=GenerationRequest("r", prompt, params),
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        limit=1000,
+        key=QueueKey(0, 0),
+    )
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     params = SamplingParams(
@@ -50,13 +64,15 @@ def requests(draw: st.DrawFn) -> Request:
         min_tokens=draw(st.integers(0, 50)),
         max_tokens=None,
         logprobs=draw(st.none() | st.integers(0, MAX_LOGPROBS)),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.5])),
+        logit_bias=draw(st.sampled_from([None, {3: 1.0}])),
+        allowed_token_ids=draw(st.sampled_from([None, [1, 2]])),
     )
-    return Request(
-        asked=GenerationRequest("r", Prompt(None, np.zeros(draw(st.integers(1, 100)), np.int32)), params),
+    return request_of(
+        params,
+        num_tokens=draw(st.integers(1, 100)),
         seed=draw(st.integers(MIN_SEED, MAX_SEED)),
         stop_token_ids=tuple(draw(st.lists(st.integers(0, 2**31 - 1), max_size=MAX_STOP_IDS))),
-        limit=1000,
-        key=QueueKey(0, 0),
     )
 
 
@@ -101,6 +117,24 @@ def test_round_trip(admissions: list[Admission]) -> None:
     chex.assert_trees_all_equal(*(jax.tree.map(lambda x: x[untouched], state) for state in (before, after)))
     for name in ("history", "mask"):  # of which an admission brings nothing
         np.testing.assert_array_equal(after[name], before[name])
+
+
+@settings(max_examples=60)
+@given(requests())
+@example(request_of(SamplingParams(temperature=0.5)))
+@example(request_of(SamplingParams(temperature=0, top_k=3)))
+@example(request_of(SamplingParams(top_p=0.5)))
+@example(request_of(SamplingParams(min_p=0.5)))
+@example(request_of(SamplingParams(min_tokens=1)))
+@example(request_of(SamplingParams(frequency_penalty=0.5)))
+@example(request_of(SamplingParams(presence_penalty=0.5)))
+def test_a_request_without_logit_rules_asks_for_none(request_: Request) -> None:
+    admission = Admission(1, request_, np.ones((2, 1), np.int32))
+    state = jitted_admit(new_state(SIZES), pack_admissions([admission], SIZES))
+    filters = () if request_.sampling_params.greedy else FILTER_RULES  # a greedy row is not filtered
+    rows, positions = Rows(state, np.array([1])), np.array([request_.num_prompt_tokens])
+    asks = any(bool(rule.asks(rows, positions)[0]) for rule in (*LOGIT_RULES, *filters))
+    assert asks == request_.sampling_params.has_logit_rules
 
 
 def test_the_trash_slot_stays_plain() -> None:

@@ -13,8 +13,11 @@ import pytest
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms import PLAIN, PLAIN_FORMS, Forms
+from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import CpuInt8
 from jaxvllm.models.forms.turned import Turned
@@ -133,11 +136,13 @@ def test_no_copy_of_the_pages(bucket: Bucket) -> None:
 )
 def test_no_copy_of_pages_in_eight_bits(quantization: KVQuantization, backend: Backend) -> None:
     shape, spec = replace(SHAPE, quantization=quantization), SPEC if quantization.by_token else with_kv_scales(SPEC)
-    [pages] = kv = shape.pages(spec, backend, MESH)
-    assert pages.dtype.itemsize == 1 and pages.size < KV_BYTES / 3.5
+    kv = shape.pages(spec, backend, MESH)
+    pages, *_ = jax.tree.leaves(kv)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv))
+    assert pages.dtype.itemsize == 1 and num_bytes < KV_BYTES / 3.5
     params = abstract_params(spec, jnp.float32, "separate", MESH)
     memory = StepCompiler(params, kv, spec, shape, backend, MESH).compile(MIXED).begin.memory_analysis()
-    assert memory.alias_size_in_bytes >= pages.size + STATE_BYTES
+    assert memory.alias_size_in_bytes >= num_bytes + STATE_BYTES
     assert memory.temp_size_in_bytes < pages.size / 8  # those of one layer are half
 
 
@@ -166,8 +171,11 @@ def test_no_copy_of_a_weight_that_was_turned_round() -> None:
     assert turned.step_bytes < smallest_matrix("separate")
 
 
-def test_no_copy_of_int8_in_another_dtype() -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(CpuInt8(host_chip()), CpuKernel(host_chip())))
+@pytest.mark.parametrize(
+    "form", [CpuInt8(host_chip()), FewBitsForms(Backend("cpu", host_chip())).named("int4")], ids=["int8", "int4"]
+)
+def test_no_copy_of_integers_in_another_dtype(form: Form) -> None:
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(form, Packed(host_chip(), "float32")))
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
 
@@ -184,8 +192,8 @@ def test_no_stack_of_experts_is_copied(layout: Layout) -> None:
     # Sixteen experts, of which one has 4 and 2 MiB in two matrices: the smaller stack of a layer has 32.
     experts = ExpertsFfn(1024, 512, ExpertRouter(1024, 16, 2))
     spec = replace(SPEC, layers=tuple(replace(layer, ffn=experts) for layer in SPEC.layers))
-    kernel = CpuKernel(host_chip())
-    forms = Forms(kernel, kernel, kernel, kernel) if layout == "separate" else PLAIN_FORMS
+    kernel = Packed(host_chip(), "float32")
+    forms = Forms(kernel, kernel, PLAIN, kernel) if layout == "separate" else PLAIN_FORMS
     params = abstract_params(spec, jnp.float32, layout, MESH, forms)
     assert StepCompiler(params, KV, spec, SHAPE, REFERENCE, MESH).compile(DECODE).step_bytes < 32 * 2**20
 

@@ -23,7 +23,7 @@ class Work:
         position that are seen, without the masked half of a tile and without the softmax. Padding counts nothing.
         """
         kv_itemsize = np.dtype(case.kv_dtype or dtype).itemsize
-        token_kv_bytes = case.token_elements * kv_itemsize
+        token_kv_bytes = case.token_elements * kv_itemsize + case.token_scales * np.dtype(np.float32).itemsize
         head_elements = case.num_heads * (case.head_size + case.value_size)
         seen = sum(_positions_seen(row, case.window) for row in case.rows)
         pairs = sum(_pairs_seen(row, case.window) for row in case.rows)

@@ -13,7 +13,7 @@ from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import cache_bytes, memory_bytes
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GIB
-from pallas_kernels.ragged_paged_attention import RaggedRows, RowLayout, kv_pages_struct
+from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, RowLayout, ScaledPages, codes_of, kv_pages_struct
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 
 # Random pages are made once and repeated through the pool, which may have tens of gigabytes. Their number is prime, so
@@ -77,7 +77,7 @@ class Inputs:
             query_lens=jnp.asarray([row.query_len for row in case.rows], jnp.int32),
             sinks=jax.random.normal(keys[3], (H,), jnp.float32) if case.sinks else None,
             slopes=jnp.geomspace(0.5, 2**-8, H, dtype=jnp.float32) if case.slopes else None,
-            kv_scales=jnp.full((2, K), QUANTIZED_SCALE, jnp.float32) if case.kv_dtype else None,
+            kv_scales=jnp.full((2, K), QUANTIZED_SCALE, jnp.float32) if case.kv_dtype and not case.by_token else None,
         )
 
     def rows(self) -> RaggedRows:
@@ -89,15 +89,17 @@ class Inputs:
         return replace(self, q=q, k=k, v=None if self.v is None else self.v.astype(jnp.float32))
 
 
-def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backend) -> jax.Array:
+def random_pages(case: RaggedCase, dtype: jnp.dtype, layers: int, backend: Backend) -> KVPages:
     """Makes pages [L, P, K, S, W], with the same keys and values however `backend` pads them."""
     stored = jnp.dtype(case.kv_dtype or dtype)
     sizes = layers, case.num_pages, case.page_size, case.num_kv_heads, case.head_size
     struct = kv_pages_struct(*sizes, stored, backend, case.latent_size, case.quantization)
-    layout = RowLayout.of(case.head_size, case.latent_size, backend, case.quantization)
-    page = _random_page_values(struct.shape[2:4], case.head_size, layout, stored).view(struct.dtype)
-    pages: jax.Array = _repeat(page, *struct.shape[:2])
-    return pages
+    layout, codes = RowLayout.of(case.head_size, case.latent_size, backend), codes_of(struct)
+    page = _random_page_values(codes.shape[2:4], case.head_size, layout, stored).view(codes.dtype)
+    pages: jax.Array = _repeat(page, *codes.shape[:2])
+    if not isinstance(struct, ScaledPages):
+        return pages
+    return ScaledPages(pages, jnp.full(struct.scales.shape, QUANTIZED_SCALE, jnp.float32))
 
 
 # This is apart from the pool, whose shape differs in every case, because the generator takes the longest to compile.

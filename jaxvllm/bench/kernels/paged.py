@@ -15,7 +15,7 @@ from jaxvllm.bench.kernels.contender import MAX_ERROR, LayerOutcome, relative_er
 from jaxvllm.bench.kernels.inputs import Inputs, layers_of, random_pages
 from jaxvllm.bench.kernels.timing import TooSlow, time_calls
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.ragged_paged_attention import RaggedRows, plan_rows, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import KVPages, RaggedRows, codes_of, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 
 # A contender that is slower than this over all layers runs fewer of them. One that is slower over a single layer is
@@ -29,8 +29,8 @@ class AttendLayer(Protocol):
     """Runs one layer: returns attention over the pages with this step's KV in them, and those pages."""
 
     def __call__(
-        self, inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
-    ) -> tuple[jax.Array, jax.Array]: ...
+        self, inputs: Inputs, kv_pages: KVPages, layer: jax.Array | int, rows: RaggedRows
+    ) -> tuple[jax.Array, KVPages]: ...
 
     def __hash__(self) -> int: ...
 
@@ -42,8 +42,8 @@ class OurAttention:
     backend: Backend
 
     def __call__(
-        self, inputs: Inputs, kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows
-    ) -> tuple[jax.Array, jax.Array]:
+        self, inputs: Inputs, kv_pages: KVPages, layer: jax.Array | int, rows: RaggedRows
+    ) -> tuple[jax.Array, KVPages]:
         case = inputs.case
         return ragged_paged_attention(
             inputs.q, inputs.k, inputs.v, kv_pages, layer, rows, scale=case.scale, soft_cap=case.soft_cap,
@@ -78,7 +78,7 @@ class PagedContender:
             random_pages(case, dtype, layers, self.backend),
             jnp.zeros((*inputs.q.shape[:-1], case.value_size), inputs.q.dtype),
         )
-        pages_bytes, iterations = state.kv_pages.nbytes, layers
+        pages_bytes, iterations = sum(x.nbytes for x in jax.tree.leaves(state.kv_pages)), layers
         while True:
             start = time.perf_counter()
             call = _LayerLoop.compile(self.attend, self.backend, state, inputs, iterations)
@@ -120,13 +120,13 @@ def _error(attend: AttendLayer, backend: Backend, case: RaggedCase, dtype: jnp.d
 def _expected(case: RaggedCase, dtype: jnp.dtype) -> np.ndarray:
     pages = random_pages(case, dtype, 1, REFERENCE)
     if case.kv_dtype is None:
-        pages = pages.astype(jnp.float32)
+        pages = codes_of(pages).astype(jnp.float32)
     # GPUs and TPUs multiply float32 with fewer bits by default.
     with jax.default_matmul_precision("highest"):
         return _attend_once(OurAttention(REFERENCE), Inputs.random(case, dtype).in_float32(), pages)
 
 
-def _attend_once(attend: AttendLayer, inputs: Inputs, kv_pages: jax.Array) -> np.ndarray:
+def _attend_once(attend: AttendLayer, inputs: Inputs, kv_pages: KVPages) -> np.ndarray:
     call = jax.jit(lambda inputs, kv_pages: attend(inputs, kv_pages, 0, inputs.rows())[0])
     return np.asarray(call(inputs, kv_pages).astype(jnp.float32))
 
@@ -147,7 +147,7 @@ def small(case: RaggedCase) -> RaggedCase:
 class _LoopArrays:
     """The arrays that one call passes to the next."""
 
-    kv_pages: jax.Array  # [L, P, K, S, 2 D]
+    kv_pages: KVPages  # [L, P, K, S, 2 D]
     out: jax.Array  # f[T, H, D]
 
 
@@ -167,15 +167,15 @@ class _LayerLoop:
     def compile(
         cls, attend: AttendLayer, backend: Backend, state: _LoopArrays, inputs: Inputs, iterations: int
     ) -> "_LayerLoop":
-        def run(kv_pages: jax.Array, out: jax.Array, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+        def run(kv_pages: KVPages, out: jax.Array, inputs: Inputs) -> tuple[KVPages, jax.Array]:
             rows = inputs.rows()
-            layers = kv_pages.shape[0]
+            layers = codes_of(kv_pages).shape[0]
             case, dtype = inputs.case, inputs.q.dtype
             plan = plan_rows(
                 rows, kv_pages, num_heads=case.num_heads, dtype=dtype, backend=backend, latent_size=case.latent_size
             )
 
-            def layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def layer(index: jax.Array, carry: tuple[KVPages, jax.Array]) -> tuple[KVPages, jax.Array]:
                 kv_pages, out = carry
                 # This costs nothing and makes the arguments depend on the last output.
                 q, k, v, _ = lax.optimization_barrier((inputs.q, inputs.k, inputs.v, out))  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ class _LayerLoop:
                 out, kv_pages = attend(replace(inputs, q=q, k=k, v=v, plan=plan), kv_pages, number, rows)
                 return kv_pages, out
 
-            last: tuple[jax.Array, jax.Array] = lax.fori_loop(0, iterations, layer, (kv_pages, out))
+            last: tuple[KVPages, jax.Array] = lax.fori_loop(0, iterations, layer, (kv_pages, out))
             return last
 
         lowered = jax.jit(run, donate_argnums=(0, 1)).lower(state.kv_pages, state.out, inputs)

@@ -21,6 +21,7 @@ COMMANDS = {
     "startup": "from the start of a process to its first token, without and with a cache of compiled programs",
     "steps": "the steps of an engine in this process, for jaxvllm simulate --table",
     "auto-tune": "search max_num_seqs, the token budget and P:D for the most requests within limits, by simulation",
+    "peers": "this engine beside OpenVINO, llama.cpp, vLLM and transformers on a CPU: a table and a picture",
     "kernels": "attention on this device: first its error, then its time beside the device's best",
 }
 USAGE = "%(prog)s [OPTION ...]"

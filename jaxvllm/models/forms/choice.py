@@ -1,18 +1,24 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group
+from jaxvllm.models.forms.in_parts import InParts
+from jaxvllm.models.forms.nested_groups import NestedGroups
+from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -34,6 +40,10 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
     "int8_w8a8": StoredAs(INT8, None, "float32", rounds_tokens=True),
     "fp8_w8a8": StoredAs(E4M3, None, "float32", rounds_tokens=True),
 }
+
+
+# The name of a matrix and the number of its layer. None stands for outside the layers.
+MatrixKey = tuple[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,10 @@ class FewBitsForms:
         chip = self.backend.chip
         if stored.scale_dtype == E4M3.name and not isinstance(chip, GpuChip):
             stored = replace(stored, scale_dtype="float32")  # the two scales of an element as one
+        if (on_cpu := self._on_cpu(stored, group)) is not None:
+            return on_cpu
+        if stored.is_nested:
+            return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
@@ -88,9 +102,25 @@ class FewBitsForms:
             return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
         return ScaledRows(code=stored.code) if stored.is_by_row else None
 
+    def in_parts(self, axis: int, parts: Sequence[tuple[int, FewBits]]) -> FewBits | None:
+        """Returns the form of a matrix that is cut along an axis into parts of these sizes and forms, if it has one.
+
+        XLA would copy such a matrix from stacks of layers, which CPUs have not.
+        """
+        return InParts(axis, tuple(parts)) if self.by_tile else None
+
+    def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
+        """Returns the form of our integer kernel, if it runs and knows the code, and a device has whole matrices."""
+        chip = self.backend.chip
+        if not isinstance(chip, CpuChip) or self.shards > 1 or not CpuGroups.takes_stored(stored, group):
+            return None
+        return CpuGroups(stored, group, chip)
+
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
+        if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
+            return on_cpu
         has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
         has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
         if wanted.rounds_tokens and not has_kernel:
@@ -113,7 +143,8 @@ class Forms:
     experts: of the experts of all layers
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
     pads_tables: whether rows of embeddings and of the LM head are filled up to whole tiles, as TPUs need them
-    own: the forms of some matrices, by their names and declarations, which come before all others
+    own: the forms of some matrices, by their names and layers, which come before all others. None stands for outside
+        the layers. Matrices in a stack have the form of the first
     """
 
     layers: Form = PLAIN
@@ -122,22 +153,29 @@ class Forms:
     experts: Form = PLAIN
     stored: FewBitsForms | None = None
     pads_tables: bool = False
-    own: Mapping[tuple[str, ParamDecl], Form] = field(default_factory=dict)
+    own: Mapping[MatrixKey, Form] = field(default_factory=dict)
 
     @classmethod
     def chosen(
-        cls, quantization: str | None, backend: Backend, may_turn: bool, by_tile: bool = False, shards: int = 1
+        cls,
+        quantization: str | None,
+        backend: Backend,
+        may_turn: bool,
+        by_tile: bool = False,
+        shards: int = 1,
+        dtype: DTypeLike = "float32",
     ) -> Self:
         """Returns the forms for the kernels of `backend`. For the reference XLA multiplies.
 
-        `may_turn` says that the model is on one CPU, whose layers have arrays of their own, and `by_tile` that it is on
-        `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its errors would be
-        those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are forms for that.
+        `may_turn` says that the model, of `dtype`, is on one CPU, whose layers have arrays of their own, and `by_tile`
+        that it is on `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its
+        errors would be those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are
+        forms for that.
         """
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
         if chip is not None:
-            usual = CpuKernel(chip)
+            usual = Packed(chip, jnp.dtype(dtype).name) if may_turn else CpuKernel(chip)
         elif may_turn and prefers_turned():
             usual = Turned()
         in_few_bits = FewBitsForms(backend, by_tile, shards)
@@ -151,13 +189,18 @@ class Forms:
         elif quantization is None and isinstance(backend.chip, GpuChip):
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
-        table = PLAIN if isinstance(usual, Turned) else usual
+        # The rows of a table are looked up.
+        table = PLAIN if chip is None else CpuKernel(chip)
         return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
 
-    def of(self, name: str, decl: ParamDecl, is_of_layer: bool) -> Form:
-        """Returns the form of the array with that name and declaration, of a layer or outside the layers."""
-        if (own := self.own.get((name, decl))) is not None:
+    def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
+        """Returns the form of the array with that name and declaration, of a layer or, with None, outside of them."""
+        return self._usual(name, decl, layer).of_matrix(decl)
+
+    def _usual(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
+        if (own := self.own.get((name, layer))) is not None:
             return own
+        is_of_layer = layer is not None
         is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
         if self.pads_tables and is_table and decl.shape[-1] % LANES:
             return PaddedTable(decl.shape[-1])
@@ -167,7 +210,7 @@ class Forms:
             return self.experts
         if decl.storage == "matrix":
             # An array that declares a dtype, such as a router, is never quantized.
-            return _if_smaller(self.layers, decl) if is_of_layer and decl.dtype is None else self.head
+            return _if_smaller(self.layers.of_matrix(decl), decl) if is_of_layer and decl.dtype is None else self.head
         return PLAIN
 
     def kept(
@@ -175,17 +218,17 @@ class Forms:
         array: jax.Array,
         name: str,
         decl: ParamDecl,
-        is_of_layer: bool,
+        layer: int | None,
         sharding_of: Callable[[ParamDecl], NamedSharding],
     ) -> Any:
         """Returns the node of the tree that keeps `array`, which is on its devices already."""
-        form = self.of(name, decl, is_of_layer)
+        form = self.of(name, decl, layer)
         shardings = {name: sharding_of(part) for name, part in form.declare(decl).items()}
         return form.wrapped(form.keep(array, shardings))
 
-    def node(self, name: str, decl: ParamDecl, is_of_layer: bool, array: Callable[[ParamDecl], Any]) -> Any:
+    def node(self, name: str, decl: ParamDecl, layer: int | None, array: Callable[[ParamDecl], Any]) -> Any:
         """Returns the node of the tree that keeps an array, with `array(declaration)` in the place of each array."""
-        form = self.of(name, decl, is_of_layer)
+        form = self.of(name, decl, layer)
         return form.wrapped({name: array(part) for name, part in form.declare(decl).items()})
 
 

@@ -3,7 +3,8 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,12 +21,15 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True)
 class StoredAs:
-    """A way to store a matrix [.., in]: each element is (code - zero) * scale.
+    """A way to store a matrix [.., in]: each element is (code - zero) * scale, or code * scale - min.
 
-    group: how many elements in a row of `in` share a scale and a zero, or None: all of them
+    group: how many elements in a row of `in` share a scale, and a zero or a minimum, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
     scale_dtype: scales in float8_e4m3fn are multiplied by one in float32, which all elements of a row have (NVFP4)
     rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
+    span: how many elements in a row share a factor in float16, or None: there are no factors. With them, scales are
+        integers of eight bits at most, and each is multiplied by its factor. Minima have factors of their own
+    has_mins: whether a minimum is subtracted from code * scale, and no zero from the code
     """
 
     code: Code
@@ -33,33 +37,97 @@ class StoredAs:
     scale_dtype: str
     has_zeros: bool = False
     rounds_tokens: bool = False
+    span: int | None = None
+    has_mins: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.has_zeros and self.has_mins), self
 
     @property
     def is_by_row(self) -> bool:
         """Whether a row of integers or FP8 and one scale are all that a row of the matrix has."""
-        return self.group is None and not self.has_zeros and self.code.per_byte == 1
+        return self.group is None and not self.has_zeros and self.code.bits == 8
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether it takes more than codes, their scales and zeros, or codes that do not fill bytes."""
+        return self.span is not None or self.has_mins or self.code.bits in (5, 6)
+
+
+@dataclass(frozen=True)
+class ByElement:
+    """A function that fills with a value for each element, and is told how to find one for each group sooner.
+
+    of_groups: called with the size of groups: it returns the function that fills with one value for each group, or
+        None if each element must be looked at
+    """
+
+    of_elements: Fill
+    of_groups: Callable[[int], Fill | None]
+
+    def __call__(self, out: np.ndarray, start: tuple[int, ...]) -> None:
+        self.of_elements(out, start)
+
+    def moved(self, by: tuple[int, ...]) -> "ByElement":
+        """Returns the function for the elements that begin there. All numbers but that of the last axis may be any."""
+
+        def of_groups(group: int) -> Fill | None:
+            found = self.of_groups(group) if not by[-1] else None
+            return None if found is None else moved(found, by)
+
+        return ByElement(moved(self.of_elements, by), of_groups)
+
+
+def moved(fill: Fill, by: tuple[int, ...]) -> Fill:
+    """Returns the function that fills with the elements that begin there."""
+    if isinstance(fill, ByElement):
+        return fill.moved(by)
+    return lambda out, start: fill(out, tuple(map(sum, zip(start, by, strict=True))))
+
+
+def nothing(out: np.ndarray, start: tuple[int, ...]) -> None:
+    """Fills nothing."""
 
 
 @dataclass(frozen=True)
 class Elements:
     """Functions that fill parts of a matrix with what is stored of each element: its code, its scale, its zero.
 
-    Scales and zeros fill arrays f32, and codes fill an array with one code in each byte. Scales contain factors, which
-    are those of whole tensors, or 1.
+    Scales, zeros, minima and factors fill arrays f32, and codes fill an array with one code in each byte. What is not
+    stored leaves arrays as they are. Some checkpoints are read faster by words: `words` and `high_words` fill arrays
+    u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`. Scales contain
+    `tensor_scales`, which are those of whole tensors, or 1.
     """
 
     codes: Fill
     scales: Fill
     zeros: Fill
-    factors: Fill
+    factors: Fill = nothing
+    mins: Fill = nothing
+    min_factors: Fill = nothing
+    tensor_scales: Fill = nothing
+    words: Fill | None = None
+    high_words: Fill | None = None
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
-        """Returns the functions that `change` makes of these."""
-        return Elements(*map(change, (self.codes, self.scales, self.zeros, self.factors)))
+        """Returns the functions that `change` makes of those for single elements."""
+        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:7]))
+
+    def moved(self, by: tuple[int, ...]) -> "Elements":
+        """Returns the functions for the elements that begin there, which is 0 along the inputs."""
+        words, high_words = (fill and moved(fill, by) for fill in (self.words, self.high_words))
+        return replace(self.mapped(partial(moved, by=by)), words=words, high_words=high_words)
 
 
 class FewBits(Form):
     """A form whose arrays hold the numbers of a checkpoint as they are, so that nothing is decoded to load it."""
+
+    def of_matrix(self, matrix: ParamDecl) -> "FewBits":
+        return self
+
+    def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "FewBits | None":
+        """Returns the form of a table, of which rows are looked up in `dtype`, if there is one with these arrays."""
+        return None
 
     def takes(self, matrix: ParamDecl) -> bool:
         """Tells whether it is worthwhile for a matrix. Others are decoded."""
@@ -78,13 +146,21 @@ def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:
     return sum(math.prod(decl.shape) * decl.dtype_in(dtype).itemsize for decl in decls)
 
 
-def packed(codes: Fill, per_byte: int) -> Fill:
-    """Returns the function that fills with bytes of `per_byte` codes each, the first in the lowest bits."""
+def packed(codes: Fill, per_byte: int, first_bit: int = 0) -> Fill:
+    """Returns the function that fills with bytes of `per_byte` codes each, the first in the lowest bits.
+
+    A byte has those bits of each code that begin with `first_bit`, as many as there is room for.
+    """
+    bits = 8 // per_byte
 
     def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
         for part, wide, at in _wider(out, start, per_byte, np.dtype(np.uint8)):
             codes(wide, at)
-            np.bitwise_or(wide[..., ::2], wide[..., 1::2] << 4, out=part)
+            wide >>= first_bit
+            wide &= 2**bits - 1
+            np.copyto(part, wide[..., ::per_byte])
+            for place in range(1, per_byte):
+                part |= wide[..., place::per_byte] << np.uint8(bits * place)
 
     return codes if per_byte == 1 else fill
 
@@ -140,6 +216,8 @@ def quotient(values: Fill, divisors: Fill) -> Fill:
 
 def of_groups(values: Fill, group: int) -> Fill:
     """Returns the function that fills with one value for each group of so many elements: that of the first."""
+    if isinstance(values, ByElement) and (found := values.of_groups(group)) is not None:
+        return found
 
     def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
         for part, wide, at in _wider(out, start, group, np.dtype(np.float32)):

@@ -63,6 +63,10 @@ class Form(ABC):
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
 
+    def of_matrix(self, matrix: ParamDecl) -> "Form":
+        """Returns the form of one matrix, of which it may need to know more than its arrays tell."""
+        return self
+
     @abstractmethod
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         """Returns the arrays that keep a matrix. Arrays that layers stack begin with its first dimension."""
@@ -122,6 +126,11 @@ class Form(ABC):
         Numbers beyond the table are those of its first or last row.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no rows that could be looked up")
+
+    def row_dtype(self, arrays: Arrays) -> DTypeLike:
+        """Returns the dtype of the rows of a table."""
+        [rows] = arrays.values()
+        return rows.dtype
 
     def wrapped(self, arrays: Mapping[str, Any]) -> Any:
         """Returns the node that stands for the matrix in the tree of parameters."""

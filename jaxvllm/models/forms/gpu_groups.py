@@ -155,7 +155,7 @@ class GpuGroups(ScaledGroups):
             return spread_fill(fill, tuple(lead), sides, (rows, sizes.inputs), (parts_out, parts_in))
 
         codes = spread(elements.codes, sizes.parts_out, sizes.rows)
-        scales = quotient(elements.scales, elements.factors) if self.has_row_scales else elements.scales
+        scales = quotient(elements.scales, elements.tensor_scales) if self.has_row_scales else elements.scales
         scales = spread(scales, 1, out)
         if self.scale_dtype == "float8_e8m0fnu":  # it has no zero, which would become NaN
             scales = at_least(scales, 2.0**-127)
@@ -165,7 +165,7 @@ class GpuGroups(ScaledGroups):
         }
         if self.has_zeros:
             found[ZEROS] = of_groups(spread(elements.zeros, 1, out), group)
-        return found | ({ROW_SCALES: elements.factors} if self.has_row_scales else {})
+        return found | ({ROW_SCALES: elements.tensor_scales} if self.has_row_scales else {})
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_in_stack(x, {name: array[None] for name, array in arrays.items()}, 0, dtype)

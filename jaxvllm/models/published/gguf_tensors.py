@@ -21,8 +21,9 @@ from jaxvllm.models.published.gguf_architectures import (
     architecture_of,
 )
 from jaxvllm.models.published.gguf_blocks import BlockType
+from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.gguf_names import OUTSIDE
-from jaxvllm.models.published.parts import Part, added, alternating, by_group, stored, turned
+from jaxvllm.models.published.parts import Part, ScaledCodes, added, alternating, by_group, stored, turned
 from jaxvllm.models.published.shaped_part import ShapedPart
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
@@ -124,6 +125,32 @@ class GgufTensors:
 
         return fill
 
+    def codes(self, source: Source) -> ScaledCodes | None:
+        """Returns what is stored of the tensor of `source`, if that is codes and scales. Raises as `check` does.
+
+        Tensors that are turned, stacked or made of others are decoded.
+        """
+        self.check(source.name, source.shape)
+        place = self.places[source.name]
+        tensor = self.file.tensors[place.names[0]]
+        found = tensor.shape if place.number is None else tensor.shape[1:]
+        kind = STORED_TYPES.get(tensor.kind)
+        if kind is None or place.rebuilt is not None or place.is_turned or len(place.names) > 1:
+            return None
+        if found != source.shape or len(found) != 2:
+            return None
+        size = found[0] * (row_bytes := found[1] // kind.count * kind.size)
+        start = tensor.offset + (place.number or 0) * size
+        codes = kind.part(self.mapped[tensor.path][start : start + size].reshape(-1, row_bytes))
+        if (heads := self._turned_heads(source.name)) is None:
+            return codes
+        return codes.with_rows(_halves(found[0], heads))
+
+    def _turned_heads(self, name: str) -> int | None:
+        """Returns how many heads a tensor has whose rows are stored for a rope that turns neighbours."""
+        module = name.rpartition(".")[0]
+        return next((heads for end, heads in self.heads.items() if module.endswith(end)), None)
+
     def _part(self, name: str, shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> Part:
         """Returns the values of a tensor, rounded to `dtype`, or in float32 where something is computed with them."""
         if name not in self.places:
@@ -151,8 +178,7 @@ class GgufTensors:
         part = turned(part) if place.is_turned else part
         if is_moved:
             return added(part, by_group(stored(np.full((1,), -self.norm_offset, np.float32)), shape))
-        heads = next((heads for end, heads in self.heads.items() if module.endswith(end)), None)
-        if heads is None:
+        if (heads := self._turned_heads(name)) is None:
             return part
         if shape[0] % (2 * heads):
             raise ValueError(f"{self.where(name)} has {shape[0]} rows, which are no {heads} heads of an even size")

@@ -5,7 +5,7 @@ Where a part is made of codes of few bits and of scales by group, it says so: fo
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
+# For each axis, how many elements in a row are a group, or the number of the group of each element.
+Sized = tuple[int | np.ndarray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +34,15 @@ class Codes:
     """The values of codes, to each of which `added` is added.
 
     read: returns the codes of a box, one in each byte
+    words, high_words: return the lower and the upper bits of several codes as a word u32, as `CodePanels` has them, for
+        a box of a matrix with one number for these codes
     """
 
     code: Code
     read: Part
     added: int = 0
+    words: Part | None = None
+    high_words: Part | None = None
 
     def __call__(self, box: Box) -> np.ndarray:
         return _looked_up(self.read(box), self.code.table + np.float32(self.added))
@@ -51,7 +57,7 @@ class ByGroup:
     """
 
     part: Part
-    groups: tuple[int | np.ndarray, ...]
+    groups: Sized
     factor: np.float32 = np.float32(1)
 
     @property
@@ -84,23 +90,63 @@ class ByGroup:
 
 @dataclass(frozen=True, eq=False)
 class ScaledCodes:
-    """The values (codes - zeros) * scales. Without `zeros`, these are 0."""
+    """The values (codes - zeros) * scales - mins. Without `zeros` and `mins`, these are 0.
+
+    Scales may be multiplied by `factors` before, and mins by `min_factors`.
+    """
 
     codes: Codes
     scales: ByGroup
     zeros: ByGroup | None
+    factors: ByGroup | None = None
+    mins: ByGroup | None = None
+    min_factors: ByGroup | None = None
 
     def __call__(self, box: Box) -> np.ndarray:
-        return _scaled(self.codes, self.scales, self.zeros, box)
+        scales = self.scales if self.factors is None else _product(self.scales, self.factors)
+        found = _scaled(self.codes, scales, self.zeros, box)
+        if self.mins is not None:
+            mins = self.mins if self.min_factors is None else _product(self.mins, self.min_factors)
+            found -= mins(box)
+        return found
+
+    def group_along(self, axis: int) -> int | None:
+        """Returns how many elements in a row have one scale and one zero or minimum, or None if that differs."""
+        return self._size_along(axis, self.scales, self.zeros, self.mins)
+
+    def span_along(self, axis: int) -> int | None:
+        """Returns how many elements in a row have one factor, or None if that differs, or there are no factors."""
+        return None if self.factors is None else self._size_along(axis, self.factors, self.min_factors)
+
+    def with_rows(self, rows: np.ndarray) -> "ScaledCodes":
+        """Returns the matrix whose rows are these rows of this one."""
+
+        def change(part: Part) -> Part:
+            return by_group(part, (rows, 1))
+
+        codes, words = self.codes, (self.codes.words, self.codes.high_words)
+        changed = Codes(codes.code, change(codes.read), codes.added, *(one and change(one) for one in words))
+        return self._mapped(changed, lambda values: replace(values, part=change(values.part)))
 
     @property
-    def groups(self) -> tuple[int, ...] | None:
-        """The number of elements in a row that have one scale and one zero, along each axis, or None if it differs."""
-        groups = self.scales.groups
-        if self.zeros is not None and not all(map(np.array_equal, groups, self.zeros.groups)):
-            return None
-        sizes = tuple(group for group in groups if isinstance(group, int))
-        return sizes if len(sizes) == len(groups) else None
+    def turned(self) -> "ScaledCodes":
+        """The transpose."""
+        codes = Codes(self.codes.code, turned(self.codes.read), self.codes.added)
+
+        def changed(values: ByGroup) -> ByGroup:
+            return replace(values, part=turned(values.part), groups=_swapped(values.groups))
+
+        return self._mapped(codes, changed)
+
+    def _mapped(self, codes: Codes, change: Callable[[ByGroup], ByGroup]) -> "ScaledCodes":
+        others = (self.zeros, self.factors, self.mins, self.min_factors)
+        return ScaledCodes(codes, change(self.scales), *(one and change(one) for one in others))
+
+    @staticmethod
+    def _size_along(axis: int, *values: ByGroup | None) -> int | None:
+        sizes = [value.groups[axis] for value in values if value is not None]
+        alike = all(np.array_equal(sizes[0], size) for size in sizes)
+        return sizes[0] if alike and isinstance(sizes[0], int) else None
 
 
 def stored(array: np.ndarray) -> Part:
@@ -178,8 +224,7 @@ def integers(bits: int, added: int = 0) -> np.ndarray:
 def turned(part: Part) -> Part:
     """Returns the transpose of each matrix."""
     if isinstance(part, ScaledCodes):
-        codes = Codes(part.codes.code, turned(part.codes.read), part.codes.added)
-        return ScaledCodes(codes, _turned(part.scales), None if part.zeros is None else _turned(part.zeros))
+        return part.turned
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
     return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)
@@ -257,8 +302,8 @@ def _looked_up(array: np.ndarray, table: np.ndarray) -> np.ndarray:
     return table[array.view(np.uint8)]
 
 
-def _turned(values: ByGroup) -> ByGroup:
-    return ByGroup(turned(values.part), _swapped(values.groups), values.factor)
+def _product(one: Part, other: Part) -> Part:
+    return lambda box: one(box) * other(box)
 
 
 def _swapped[Size](sizes: tuple[Size, ...]) -> tuple[Size, ...]:

@@ -151,8 +151,8 @@ type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct(
-    "<11I"
-)  # the kind, six numbers of the bucket, one of the kind's own, the two sizes of the array, and the number of words
+    "<12I"
+)  # the kind, seven numbers of the bucket, one of the kind's own, the two sizes of the array, and the number of words
 _KINDS: tuple[type[Message], ...] = (
     Reset,
     Close,
@@ -181,10 +181,10 @@ def to_bytes(message: Message) -> bytes:
     """Encodes `message` for the wire."""
     bucket: Bucket | None = getattr(message, "bucket", None)
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
-    sizes: tuple[int, ...] = (0,) * 6
+    sizes: tuple[int, ...] = (0,) * 7
     if bucket is not None:
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
-        sizes = (*of_bucket, bucket.is_blind)
+        sizes = (*of_bucket, bucket.is_blind, bucket.is_plain)
     shape = words.shape if words.ndim == 2 else (0, 0)
     own_field = _OWN_FIELDS.get(type(message))
     own = 0 if own_field is None else getattr(message, own_field)
@@ -200,7 +200,9 @@ def read_message(stream: BinaryIO) -> Message | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    kind, tokens, rows, width, is_split, num_drafts, is_blind, own, first, second, num_words = _HEADER.unpack(header)
+    kind, tokens, rows, width, is_split, num_drafts, is_blind, is_plain, own, first, second, num_words = _HEADER.unpack(
+        header
+    )
     payload = stream.read(4 * num_words)
     if len(payload) < 4 * num_words:
         return None
@@ -212,7 +214,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     packed = np.frombuffer(payload, "<i4")
     arguments: dict[str, Any] = {}
     if tokens:
-        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind))
+        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind), bool(is_plain))
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
     if (own_field := _OWN_FIELDS.get(_KINDS[kind])) is not None:

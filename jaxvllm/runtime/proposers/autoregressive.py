@@ -15,7 +15,7 @@ from jaxvllm.runtime.proposers.proposer import Drafts, Known, SeenStep
 from jaxvllm.runtime.sampler import guess
 from jaxvllm.runtime.slot_fields import DRAFT_LENGTH, FEATURE_LENGTH, DeviceState, Rows
 from jaxvllm.runtime.step_model import StepModel
-from pallas_kernels.ragged_paged_attention import NO_WINDOW, IndexQueries, RaggedRows
+from pallas_kernels.ragged_paged_attention import NO_WINDOW, IndexQueries, KVPages, RaggedRows
 
 # Tokens of each row that a head catches up with at once.
 CATCH_UP = 8
@@ -172,7 +172,7 @@ class AutoregressiveProposer:
         plan = memory.plan(rows, pages, layer.attention.num_heads, activation_dtype(params), backend)
 
         def attend(
-            kv: jax.Array,
+            kv: KVPages,
             given: LayerInput,
             q: jax.Array,
             k: jax.Array | None,
@@ -184,7 +184,7 @@ class AutoregressiveProposer:
             slopes: jax.Array | None = None,
             kv_scales: jax.Array | None = None,
             index: IndexQueries | Literal["last"] | None = None,
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, KVPages]:
             assert index != "last", "a head has no layer before its own"
             options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sinks": sinks, "slopes": slopes}
             options |= {"index": index, "plan": plan, "backend": backend}

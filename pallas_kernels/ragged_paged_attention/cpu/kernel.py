@@ -1,52 +1,58 @@
 """Attention over pages for CPUs: one item of work is a tile of queries of one row, for one KV head.
 
 An item goes through what its queries see in blocks of tokens, with an online softmax in float32 (arXiv 2205.14135).
-`products.py` has the inner loops.
+`products.py` and `softmax.py` have the inner loops.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from llvmlite import ir
 
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
-from pallas_kernels.cpu.vectors import exp, lane, largest, sums, tanh
-from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Products
+from pallas_kernels.cpu.vectors import exp2, first_lanes, lane, tanh
+from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products
+from pallas_kernels.ragged_paged_attention.cpu.softmax import MASKED, NO_PEAK, weigh_functions
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
-MASKED = -1e30  # finite, so that the difference of two is a number
+FEW = 8  # so many queries read values where they are; more of them read a packed copy
 _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first query
 
 
 def attention(e: Emitter, frame: Frame, dtype: str, kv_dtype: str, scaled: str) -> None:
     """Emits the handler for queries in `dtype` and pages of `kv_dtype`. Its arguments are those of `call.attend`.
 
-    scaled: by-token where the row of a token has a scale of its key and one of its value, between the two
+    scaled: by-token where the key and the value of each token have scales of their own
     """
-    types = dtype, kv_dtype, scaled == "by-token"
+    in_pairs = dtype == kv_dtype == "bfloat16" and e.chip.has_bf16_dot
+    types = Operands(dtype, kv_dtype, in_pairs), scaled == "by-token"
     call = _Call(e, frame, *types)
     tiles = e.call_c("malloc", (call.num_tokens + 1) * _TILE)
     count = _list_tiles(call, tiles)
 
     def attend(t: Emitter, item: Value, captured: Sequence[Value]) -> None:
-        address, tiles = captured
+        address, tiles, count = captured
         call = _Call(t, Frame(t, address), *types)
-        tile = tiles + item // call.num_kv_heads * _TILE
+        # The last tiles of a prompt take the longest: begun first, none of them is left when all others are done.
+        tile = tiles + (count - 1 - item // call.num_kv_heads) * _TILE
         _attend(_Item(call, t.load_int(tile), t.load_int(tile + 8), item % call.num_kv_heads))
 
-    parallel_loop(e, frame, count * call.num_kv_heads, (frame.address, tiles), attend)
+    parallel_loop(e, frame, count * call.num_kv_heads, (frame.address, tiles, count), attend)
     e.call_c("free", tiles)
 
 
 class _Call:
     """The arguments of one call. They are loaded where this is made."""
 
-    def __init__(self, e: Emitter, frame: Frame, dtype: str, kv_dtype: str, by_token: bool):
-        self.e, self.dtype, self.size = e, dtype, SIZE_OF[dtype]
-        self.kv_dtype, self.kv_size, self.by_token = kv_dtype, SIZE_OF[kv_dtype], by_token
-        q, pages, table, starts, lengths, integers, floats, sinks, slopes, needed = (
-            frame.argument(i) for i in range(10)
+    def __init__(self, e: Emitter, frame: Frame, operands: Operands, by_token: bool):
+        self.e, self.operands, self.by_token = e, operands, by_token
+        self.dtype, self.size = operands.dtype, SIZE_OF[operands.dtype]
+        self.kv_dtype, self.kv_size = operands.kv_dtype, SIZE_OF[operands.kv_dtype]
+        q, pages, table, starts, lengths, integers, floats, sinks, slopes, needed, scales = (
+            frame.argument(i) for i in range(11)
         )
         out = frame.result(0)
         self.q, self.pages, self.out = q.data, pages.data, out.data
@@ -56,11 +62,15 @@ class _Call:
         self.table, self.num_rows, self.max_pages = table.data, table.size(0), table.size(1)
         self._starts, self._lengths = starts.data, lengths.data
         self.layer, self.window = (e.load_int(integers.data + 4 * i, 32) for i in range(2))
-        self.scale, self.soft_cap = (e.load_float(floats.data + 4 * i) for i in range(2))
+        self.scale = floats.data  # its address
+        self.soft_cap = e.load_float(floats.data + FLOAT)
         self.sinks, self.has_sinks = sinks.data, sinks.size(0) > 0
         self.slopes, self.has_slopes = slopes.data, slopes.size(0) > 0
+        self.scales = scales.data
+        self.num_scales = scales.size(3) if by_token else e.integer(0)  # of a token: latents have one
         self._needed, self._all_needed = needed.data, needed.size(0).equals(0)
         self.group = self.num_heads // self.num_kv_heads
+        self.units = self.key_size // operands.per_unit  # of a key
         self.tile_tokens = e.max(e.integer(MAX_QUERIES) // self.group, e.integer(1))
 
     def query_start(self, row: Value) -> Value:
@@ -132,78 +142,97 @@ class _Item:
 
     def kv_at(self, token: Value) -> Value:
         """Returns the address of the key of a token of the row. The value is at the end of the same row."""
-        call, e = self.call, self.e
-        page = e.load_int(self._table + (token >> self._page_bits) * 4, 32)
-        slab = (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
-        return call.pages + (slab * call.page_size + (token & (call.page_size - 1))) * call.width * call.kv_size
+        call = self.call
+        return call.pages + (self._slab(token) * call.page_size + self._offset(token)) * call.width * call.kv_size
+
+    def scales_at(self, token: Value, number: Value | int) -> Value:
+        """Returns the address of a token's scale, of which that of its key is number 0. The next token's follows."""
+        call = self.call
+        row = self._slab(token) * call.num_scales + number
+        return call.scales + (row * call.page_size + self._offset(token)) * FLOAT
+
+    def _slab(self, token: Value) -> Value:
+        """Returns the place of the token's page and head among those of all layers."""
+        call = self.call
+        page = self.e.load_int(self._table + (token >> self._page_bits) * 4, 32)
+        return (call.layer * call.num_pages + page) * call.num_kv_heads + self.head
+
+    def _offset(self, token: Value) -> Value:
+        """Returns the token's place in its page."""
+        return token & (self.call.page_size - 1)
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Addresses of what an item computes with, in float32, M queries."""
+    """Addresses of what an item computes with, M queries. The first three are in units (`products.py`)."""
 
+    queries: Value  # [M, D]
     keys: Value  # [D, block]
-    logits: Value  # [M, block], then the weights
-    queries: Value  # [M, D], scaled
-    sums: Value  # [M, V]: weighted values
-    peaks: Value  # [M]: the largest logit so far
-    totals: Value  # [M]: the denominators
-    scales: Value  # [2, block]: of keys and of values, where tokens have some
+    values: Value  # [block, V]
+    logits: Value  # f32[M, block], then the weights, in units
+    sums: Value  # f32[M, V]: weighted values
+    peaks: Value  # f32[M]
+    totals: Value  # f32[M]: the denominators
+    scales: Value  # f32[2, block]: of keys and of values, where tokens have some
 
     @classmethod
     def at(cls, base: Value, item: _Item) -> tuple["_Scratch", Value]:
         """Places it after `base`, each part at a multiple of 64 bytes. Returns it with its end."""
-        D, V, M = item.call.key_size, item.call.value_size, item.num_queries
+        call, lanes, M, block = item.call, item.e.lanes, item.num_queries, item.block
+        V, whole_key = call.value_size, (call.units + (lanes - 1)) // lanes * lanes
         places, end = [], base
-        for size in (D * item.block, M * item.block, M * D, M * V, M, M, item.block * 2):
+        # Peaks and totals of a few queries are read as a whole vector.
+        for size in (M * call.units, whole_key * block, V * block, M * block, M * V, M + lanes, M + lanes, block * 2):
             places.append(end)
             end = end + (size * FLOAT + 63) // 64 * 64
         return cls(*places), end
 
 
 def _attend(item: _Item) -> None:
-    e = item.e
+    e, operands = item.e, item.call.operands
     _, size = _Scratch.at(e.integer(64), item)
     memory = e.call_c("malloc", size)
     scratch, _ = _Scratch.at((memory + 63) // 64 * 64, item)
-    products = Products.emit(e, item.call.kv_dtype)
+    functions = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
     _begin(item, scratch)
     with e.loop(item.first_seen // item.block * item.block, item.last + 1, item.block) as block:
-        _fold(item, scratch, products, block)
+        _fold(item, scratch, *functions, block)
     _end(item, scratch)
     e.call_c("free", memory)
 
 
 def _begin(item: _Item, scratch: _Scratch) -> None:
-    """Scales the queries, and begins the softmax."""
+    """Copies the queries, and begins the softmax."""
     call, e = item.call, item.e
     width = call.group * call.key_size
-    with e.loop(0, item.count) as j:
-        with e.loop(0, width, e.lanes) as d:
-            q = e.load(call.q + (item.head_at(j, 0) * call.key_size + d) * call.size, call.dtype)
-            e.store(scratch.queries + (j * width + d) * FLOAT, q * e.splat(call.scale))
+    with e.loop(0, item.count) as j, e.loop(0, width, e.lanes) as d:
+        source = call.q + (item.head_at(j, 0) * call.key_size + d) * call.size
+        if call.operands.in_pairs:
+            e.store_halves(scratch.queries + (j * width + d) * call.size, e.load_halves(source))
+        else:
+            e.store(scratch.queries + (j * width + d) * FLOAT, e.load(source, call.dtype))
     with e.loop(0, item.num_queries * call.value_size, e.lanes) as d:
         e.store(scratch.sums + d * FLOAT, e.vector(0))
     with e.loop(0, item.num_queries) as m:
-        e.store_float(scratch.peaks + m * FLOAT, e.number(MASKED))
+        e.store_float(scratch.peaks + m * FLOAT, e.number(NO_PEAK))
         e.store_float(scratch.totals + m * FLOAT, e.number(0))
 
 
-def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> None:
+def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int, ir.Function], block: Value) -> None:
     """Folds the tokens from `block` on into the softmax."""
     call, e, M = item.call, item.e, item.num_queries
-    D, V = call.key_size, call.value_size
+    D, V, width = call.units, call.value_size, item.block * FLOAT
     # The tokens of the block that some query sees. What the others' pages hold is never multiplied: it may be NaN.
     low, high = e.max(item.first_seen - block, e.integer(0)), e.min(item.last + 1 - block, e.integer(item.block))
-    with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
+    first, vectors = low // e.lanes * e.lanes, (high + (e.lanes - 1)) // e.lanes
+    with e.loop(first, high, e.lanes) as t:
         ahead = item.kv_at(e.min(block + t + e.lanes, item.last))
         e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
         if call.by_token:
-            _gather_scales(item, scratch, block, t)
-    width = item.block * FLOAT
-    for count, m in e.groups(e.chip.group_sizes, M):
+            _copy_scales(item, scratch, block, t)
+    for count, m in e.groups(tuple(products.dots), M):
         queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
-        e.call(products.dots[count], queries, scratch.keys, logits, D)
+        e.call(products.dots[count], queries, scratch.keys, logits, D, call.scale, vectors)
     if call.by_token:
         _scale(item, scratch, scratch.scales)
     with e.when(call.soft_cap > 0):
@@ -215,26 +244,39 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, block: Value) -> N
         _lean(item, scratch, block)
     with e.when((block + (item.block - 1) > item.start) | (block <= item.last - call.window)):
         _mask(item, scratch, block)
-    _weigh(item, scratch)
+    for count, m in e.groups(tuple(weigh), M):
+        state = (of_queries + m * FLOAT for of_queries in (scratch.peaks, scratch.totals))
+        e.call(weigh[count], scratch.logits + m * width, *state, scratch.sums + m * V * FLOAT, V)
     if call.by_token:
         _scale(item, scratch, scratch.scales + width)
-    with e.loop(low // e.lanes * e.lanes, high, e.lanes) as t:
-        first, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
+    in_pages = e.integer(0) if call.operands.in_pairs else e.select(M <= FEW, e.integer(1), e.integer(0))
+    with e.loop(first, high, e.lanes) as t:
+        start, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
         values = item.kv_at(block + t) + (call.width - V) * call.kv_size
         ahead = item.kv_at(e.min(block + item.block + t, item.last))
-        for count, m in e.groups(e.chip.group_sizes, M):
-            weights, totals = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
-            e.call(products.values[count], values, ahead, weights, totals, V, call.width, first, end)
+        with e.when(in_pages.equals(0)):
+            place = scratch.values + t // call.operands.per_unit * V * FLOAT
+            e.call(products.pack, values, ahead, place, V, call.width, start, end)
+        if not call.operands.in_pairs:
+            with e.when(in_pages > 0):
+                for count, m in e.groups(tuple(products.values_in_pages), M):
+                    weights, sums = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
+                    e.call(products.values_in_pages[count], values, ahead, weights, sums, V, call.width, start, end)
+    with e.when(in_pages.equals(0)):
+        per_unit = call.operands.per_unit
+        some = low // per_unit, (high + (per_unit - 1)) // per_unit
+        for count, m in e.groups(tuple(products.values), M):
+            weights, sums = scratch.logits + m * width, scratch.sums + m * V * FLOAT
+            e.call(products.values[count], scratch.values, weights, sums, V, *some)
 
 
-def _gather_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:
-    """Copies the scales of a vector of tokens, from the one at `block + t` on."""
-    call, e = item.call, item.e
-    for i in range(e.lanes):
-        scales = item.kv_at(block + t) + (call.width * i + call.key_size) * call.kv_size
-        for number in range(2):
-            at = scratch.scales + (t + (item.block * number + i)) * FLOAT
-            e.store_float(at, e.load_float(scales + number * FLOAT))
+def _copy_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:
+    """Copies the scales of a vector of tokens, from the one at `block + t` on: they are of one page."""
+    e = item.e
+    # The value of a latent is a part of its key.
+    numbers: tuple[Value | int, ...] = 0, item.call.num_scales - 1
+    for part, number in enumerate(numbers):
+        e.store(scratch.scales + (t + item.block * part) * FLOAT, e.load(item.scales_at(block + t, number)))
 
 
 def _scale(item: _Item, scratch: _Scratch, scales: Value) -> None:
@@ -266,38 +308,11 @@ def _mask(item: _Item, scratch: _Scratch, block: Value) -> None:
     e = item.e
     with e.loop(0, item.num_queries) as m:
         position = item.start + m // item.call.group
+        end, before = position + 1 - block, position + 1 - item.call.window - block  # of what the query sees
         for i in range(VECTORS):
             at = scratch.logits + (m * item.block + i * e.lanes) * FLOAT
-            tokens = e.numbered(block + i * e.lanes)
-            seen = (tokens <= e.splat(position)) & (tokens > e.splat(position - item.call.window))
-            e.store(at, e.select(seen, e.load(at), e.vector(MASKED)))
-
-
-def _weigh(item: _Item, scratch: _Scratch) -> None:
-    """Turns the logits of a block into weights, and brings what was summed before to the new peaks."""
-    e, V = item.e, item.call.value_size
-    with e.loop(0, item.num_queries) as m:
-        at = [scratch.logits + (m * item.block + i * e.lanes) * FLOAT for i in range(VECTORS)]
-        peak_at, total_at = scratch.peaks + m * FLOAT, scratch.totals + m * FLOAT
-        logits = [e.load(address) for address in at]
-        most = logits[0]
-        for other in logits[1:]:
-            most = e.max(most, other)
-        old = e.load_float(peak_at)
-        peak = e.max(largest(most), old)
-        with e.when(peak > old):
-            decay = exp(e.splat(old - peak))
-            e.store_float(peak_at, peak)
-            e.store_float(total_at, e.load_float(total_at) * lane(decay, 0))
-            with e.loop(0, V, e.lanes) as d:
-                place = scratch.sums + (m * V + d) * FLOAT
-                e.store(place, e.load(place) * decay)
-        total = e.vector(0)
-        for address, logit in zip(at, logits, strict=True):
-            weight = e.select(logit <= e.vector(MASKED / 2), e.vector(0), exp(logit - e.splat(peak)))
-            e.store(address, weight)
-            total = total + weight
-        e.store_float(total_at, e.load_float(total_at) + lane(sums([total]), 0))
+            some = e.select(first_lanes(end - i * e.lanes, e.lanes), e.load(at), e.vector(MASKED))
+            e.store(at, e.select(first_lanes(before - i * e.lanes, e.lanes), e.vector(MASKED), some))
 
 
 def _end(item: _Item, scratch: _Scratch) -> None:
@@ -312,8 +327,8 @@ def _end(item: _Item, scratch: _Scratch) -> None:
                 sink = e.load_float(call.sinks + (item.head * call.group + g) * FLOAT)
                 peak = e.load_float(scratch.peaks + m * FLOAT)
                 most = e.max(peak, sink)
-                factor.set(lane(exp(e.splat(peak - most)), 0))
-                total.set(total.get() * factor.get() + lane(exp(e.splat(sink - most)), 0))
+                factor.set(lane(exp2(e.splat(peak - most)), 0))
+                total.set(total.get() * factor.get() + lane(exp2(e.splat(sink - most)), 0))
             share = e.splat(factor.get() / total.get())
             out = call.out + item.head_at(j, g) * V * call.size
             with e.loop(0, V, e.lanes) as d:

@@ -28,6 +28,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     fetch_blocks,
     fetch_queries,
     query_columns,
+    scales_in,
     stage_memory,
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
@@ -85,6 +86,7 @@ def decode(
     plan: DecodePlan,
     where: Where,
     slopes: jax.Array | None,
+    scales: jax.Array | None,
     attention: AttentionBuild,
     *,
     queries: int,
@@ -92,8 +94,9 @@ def decode(
 ) -> Partials:
     """Attends with q f[T, K, G, D] to kv f[L * P * K, S, 2 * D], piece by piece.
 
-    slopes f32[H] or None. A row of the plan has at most `queries` queries. The values
-    have `out_heads` >= G heads, of which the first G count. `attention.warpgroups` of the plan's pipes share a CTA.
+    slopes f32[H] or None, scales f32[L * P * K * 2, S] of tokens or None. A row of the plan has at most `queries`
+    queries. The values have `out_heads` >= G heads, of which the first G count. `attention.warpgroups` of the plan's
+    pipes share a CTA.
     """
     num_heads, pipes = attention.num_kv_heads, attention.warpgroups
     slots = len(plan.rows) * num_heads + len(plan.pipes)
@@ -101,6 +104,7 @@ def decode(
     def kernel(
         q: Ref,
         kv: Ref,
+        scales: Ref,
         table: Ref,
         rows: Ref,
         starts: Ref,
@@ -146,7 +150,7 @@ def decode(
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(warp: jax.Array) -> None:
-            _produce(warp, walk, attention, queries, layer[0], q, kv, table, memory)
+            _produce(warp, walk, attention, queries, layer[0], q, kv, scales, table, memory)
 
         fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=64)
 
@@ -167,7 +171,18 @@ def decode(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention.interpret),
-    )(q, kv, table, plan.rows, plan.pipes, plan.line, *where, attention.slopes_of(slopes, where))
+    )(
+        q,
+        kv,
+        # Without scales no code reads their operand: see `slopes_of`.
+        where.layer if scales is None else scales,
+        table,
+        plan.rows,
+        plan.pipes,
+        plan.line,
+        *where,
+        attention.slopes_of(slopes, where),
+    )
     return Partials(*out)
 
 
@@ -179,6 +194,7 @@ def _produce(
     layer: jax.Array,
     q: Ref,
     kv: Ref,
+    scales: Ref,
     table: Ref,
     memory: dict[str, Ref],
 ) -> None:
@@ -196,7 +212,7 @@ def _produce(
             fetch_queries(attention, q, columns, piece.token, piece.head, piece.queries, into, here, queries)
             parts = parts + 1
         span = Span(piece.row, piece.head, piece.begin, piece.end, piece.kv_len)
-        return fetch_blocks(attention, kv, table, layer, span, memory, (pipe,), done), parts
+        return fetch_blocks(attention, kv, scales, table, layer, span, memory, (pipe,), done), parts
 
     done, parts = walk(pipe, visit, (jnp.int32(0), jnp.int32(0)))
 
@@ -233,10 +249,13 @@ def _consume(
             kv = memory["blocks"].at[pipe, slot]
             plgpu.barrier_wait(memory["block_here"].at[pipe, slot])
             products = matrix.multiply_keys(tile, kv)
+            products = attention.scale_columns(products, scales_in(attention, memory, (pipe, slot), 0))
             position = piece.kv_len - piece.queries
             logits = attention.lean(attention.logits(products), slope_rows, piece.head, first, position)
             logits = attention.mask(logits, first, position, window)
             weights, softmax = attention.fold(logits, softmax)
+            of_values = scales_in(attention, memory, (pipe, slot), 1)
+            weights = attention.scale_seen(weights, of_values, first, piece.seen, piece.kv_len)
             block_values = matrix.values(kv)
 
             @pl.when((first < piece.seen) | (first + attention.block > piece.kv_len))

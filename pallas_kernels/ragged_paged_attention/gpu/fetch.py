@@ -35,11 +35,24 @@ def stage_memory(attention: AttentionBuild, *pipes: int) -> dict[str, Any]:
     copies = attention.block // attention.copy_tokens
     readers = 1 if pipes else attention.warpgroups
     shape = (*pipes, attention.stages)
-    return {
+    memory = {
         "blocks": swizzled((*shape, attention.block, attention.row_size), attention.kv_dtype),
-        "block_here": barriers(copies, *shape),
+        "block_here": barriers(copies * (1 + attention.num_scales), *shape),
         "block_free": barriers(readers, *shape),
     }
+    if attention.num_scales:
+        memory["block_scales"] = plgpu.SMEM((*pipes, attention.stage_scales, attention.block), jnp.float32)
+    return memory
+
+
+def scales_in(
+    attention: AttentionBuild, memory: dict[str, Ref], slot: tuple[jax.Array, ...], number: int
+) -> Ref | None:
+    """Returns the scales f32[B] of the keys (number 0) or the values (1) of the block in a stage, if it has some."""
+    if not attention.num_scales:
+        return None
+    *pipe, stage = slot
+    return memory["block_scales"].at[(*pipe, stage * attention.num_scales + number)]
 
 
 def fetch_queries(
@@ -79,6 +92,7 @@ def query_columns(attention: AttentionBuild) -> list[slice]:
 def fetch_blocks(
     attention: AttentionBuild,
     kv: Ref,
+    scales: Ref,
     table: Ref,
     layer: jax.Array,
     span: Span,
@@ -88,7 +102,8 @@ def fetch_blocks(
 ) -> jax.Array:
     """Copies the blocks of a span into the stages, each as soon as it is free.
 
-    kv f[L * P * K, S, row size]. `done` blocks went through the stages before. Returns their number afterwards.
+    kv f[L * P * K, S, row size], scales f32[L * P * K * N, S] of tokens if they have some. `done` blocks went through
+    the stages before. Returns their number afterwards.
     """
     block_tokens, page_size, tokens = attention.block, attention.page_size, attention.copy_tokens
 
@@ -114,6 +129,12 @@ def fetch_blocks(
             source = kv.at[slab, pl.ds(offset, tokens)]
             into = memory["blocks"].at[(*slot, pl.ds(index * tokens, tokens))]
             plgpu.copy_gmem_to_smem(source, into, memory["block_here"].at[slot])
+            for number in range(attention.num_scales):
+                own = scales.at[slab * attention.num_scales + number, pl.ds(offset, tokens)]
+                into = scales_in(attention, memory, slot, number)
+                assert into is not None
+                into = into.at[pl.ds(index * tokens, tokens)]
+                plgpu.copy_gmem_to_smem(own, into, memory["block_here"].at[slot])
         return done + 1, ahead
 
     return lax.fori_loop(span.begin, span.end, fetch_block, (done, pages_of(span.begin)))[0]

@@ -41,6 +41,7 @@ from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, LARGEST_GPU_KEY
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
+ALIGNMENT = 1024  # bytes of shared memory at a multiple of which each array begins
 # Rows with up to this many queries count as decoding: one token and the drafts to verify.
 DRAFT_QUERIES = 8
 
@@ -58,17 +59,24 @@ def make_plan(
     kv_pages: jax.Array | jax.ShapeDtypeStruct,
     chip: GpuChip,
     latent_size: int | None = None,
+    *,
+    by_token: bool = False,
 ) -> AttendPlan | LatentPlan:
     """Makes the plan of `attend` for these rows. Only shape and dtype of q and kv_pages matter.
+
+    by_token: whether each token has scales of its own. They take shared memory, which decides the sizes of blocks.
 
     It takes half a dozen small kernels, which XLA does not move out of a loop over layers: call this before the loop.
     """
     if latent_size is not None:
-        latent = _latent(q, kv_pages, chip, latent_size, scale=1.0, soft_cap=None, interpret=False)
+        how: dict[str, Any] = {"by_token": by_token, "scale": 1.0, "soft_cap": None, "interpret": False}
+        latent = _latent(q, kv_pages, chip, latent_size, **how)
         heads, group = _head_groups(q.shape[1])
         sizes = {"block": latent.block, "max_pipes": chip.num_sms, "page_size": latent.page_size}
         return plan_latent(rows, queries=latent.tile_queries, heads=heads, group=group, **sizes)
-    attention = _attention(q, kv_pages, chip, scale=1.0, soft_cap=None, has_slopes=False, interpret=False)
+    attention = _attention(
+        q, kv_pages, chip, by_token=by_token, scale=1.0, soft_cap=None, has_slopes=False, interpret=False
+    )
     num_rows, max_pages = rows.page_table.shape
     kv_lens, query_lens, prefill_plan = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
     if not rows.decode_only:
@@ -110,12 +118,14 @@ def attend(
     slopes: jax.Array | None,
     chip: GpuChip,
     interpret: bool,
+    scales: jax.Array | None = None,
     latent_size: int | None = None,
     plan: AttendPlan | LatentPlan | None = None,
 ) -> jax.Array:
     """Attends with q f[T, H, D] to kv_pages [L, P, K, S, 2 * D], which hold this step's KV already: [T, H, D].
 
-    q is bfloat16 or float16, and pages are the same, int8 or float8. D is a multiple of 64, at most 256, and S is a
+    q is bfloat16 or float16, and pages are the same, int8 or float8, with `scales` f32[L, P, K, N, S] where tokens have
+    some of their own. D is a multiple of 64, at most 256, and S is a
     power of two from 16 to 128. With `latent_size` V, a multiple of 128, kv_pages are [L, P, 1, S, D],
     values are the last V numbers of keys, D is at most 576, and the result is [T, H, V].
 
@@ -124,26 +134,26 @@ def attend(
 
     Raises NotImplementedError for arguments that only the reference supports.
     """
+    by_token = scales is not None
     if plan is None:
-        plan = make_plan(rows, q, kv_pages, chip, latent_size)
+        plan = make_plan(rows, q, kv_pages, chip, latent_size, by_token=by_token)
     else:
-        _check_plan(plan, rows, q, kv_pages, chip, latent_size)
+        _check_plan(plan, rows, q, kv_pages, chip, latent_size, by_token)
     num_tokens, num_heads, head_size = q.shape
     where = Where.of(layer, window)
+    of_tokens = None if scales is None else scales.reshape(-1, scales.shape[4])
+    how: dict[str, Any] = {"by_token": by_token, "scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     if isinstance(plan, LatentPlan):
         assert latent_size is not None
         _refuse("latents with sinks or slopes" if sinks is not None or slopes is not None else None)
-        latent = _latent(q, kv_pages, chip, latent_size, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        latent = _latent(q, kv_pages, chip, latent_size, **how)
         groups, group = _head_groups(num_heads)
         grouped = jnp.pad(q, ((0, 0), (0, groups * group - num_heads), (0, 0)))
         grouped = grouped.reshape(num_tokens, groups, group, head_size)
         kv = kv_pages.reshape(-1, latent.page_size, head_size)
-        values = attend_latents(grouped, kv, rows.page_table, plan, where, latent)
+        values = attend_latents(grouped, kv, of_tokens, rows.page_table, plan, where, latent)
         return values.reshape(num_tokens, -1, latent_size)[:, :num_heads]
-    has_slopes = slopes is not None
-    attention = _attention(
-        q, kv_pages, chip, scale=scale, soft_cap=soft_cap, has_slopes=has_slopes, interpret=interpret
-    )
+    attention = _attention(q, kv_pages, chip, has_slopes=slopes is not None, **how)
     group = attention.group
     grouped = q.reshape(num_tokens, attention.num_kv_heads, group, head_size)
     kv = kv_pages.reshape(-1, attention.page_size, 2 * head_size)
@@ -153,10 +163,10 @@ def attend(
     out = jax.empty_ref(jax.ShapeDtypeStruct(out_shape, q.dtype))
     if plan.prefill is not None:
         wide = _wide(attention, chip)
-        prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, slopes, out, wide, chip=chip)
+        prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, slopes, of_tokens, out, wide, chip=chip)
     narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
     sizes = {"queries": queries, "out_heads": out_heads}
-    partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, narrow, **sizes)
+    partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, of_tokens, narrow, **sizes)
     combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
@@ -168,9 +178,10 @@ def _check_plan(
     kv_pages: jax.Array,
     chip: GpuChip,
     latent_size: int | None,
+    by_token: bool,
 ) -> None:
     """Checks that the plan can belong to these rows."""
-    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip, latent_size), rows)
+    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip, latent_size, by_token=by_token), rows)
     given = jax.tree.map(lambda leaf: leaf.shape, plan)
     if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
         raise ValueError(f"the plan is of other rows, heads or pages: it has shapes {given}, these need {wanted}")
@@ -181,6 +192,7 @@ def _attention(
     kv_pages: jax.Array | jax.ShapeDtypeStruct,
     chip: GpuChip,
     *,
+    by_token: bool,
     scale: float,
     soft_cap: float | None,
     has_slopes: bool,
@@ -205,6 +217,7 @@ def _attention(
         num_kv_heads=num_kv_heads,
         dtype=q.dtype,
         kv_dtype=kv_pages.dtype,
+        num_scales=2 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
         block=TILE,
         stages=2,
@@ -228,6 +241,7 @@ def _latent(
     chip: GpuChip,
     latent_size: int,
     *,
+    by_token: bool,
     scale: float,
     soft_cap: float | None,
     interpret: bool,
@@ -252,6 +266,7 @@ def _latent(
         num_kv_heads=1,
         dtype=q.dtype,
         kv_dtype=kv_pages.dtype,
+        num_scales=1 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
         block=TILE,
         stages=2,
@@ -268,7 +283,9 @@ def _decode_queries(attention: AttentionBuild, rows: RaggedRows) -> int:
 
 def _wide(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the prefill kernel: with large blocks, so that the matrix units pause rarely."""
-    sizes = [(block, stages) for block in (128, 64) for stages in (3, 2)]
+    # Scales of 128 tokens do not fit the registers beside their logits (540 bytes of spills on an H200).
+    blocks = (64,) if attention.num_scales else (128, 64)
+    sizes = [(block, stages) for block in blocks for stages in (3, 2)]
     candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
     return _first_to_fit(candidates, prefill_memory, chip)
 
@@ -288,10 +305,12 @@ def _first_to_fit(
     candidates: Iterable[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], chip: GpuChip
 ) -> AttentionBuild:
     """Returns the first candidate whose shared memory fits the chip."""
-    room = chip.shared_memory_per_block - RESERVED
+    # What is reserved counts the alignment of one small array, which is counted here.
+    room = chip.shared_memory_per_block - RESERVED + ALIGNMENT // 2
     for attention in candidates:
         references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]
-        if sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in references) <= room:
+        sizes = (math.prod(spec.shape) * spec.dtype.itemsize for spec in references)
+        if sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) <= room:
             return attention
     raise NotImplementedError(
         f"heads of size {attention.head_size} do not fit the shared memory of {chip.name}: use the backend reference"

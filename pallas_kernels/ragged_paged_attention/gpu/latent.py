@@ -35,7 +35,7 @@ from pallas_kernels.mosaic_gpu import (
     swizzled,
 )
 from pallas_kernels.ragged_paged_attention.gpu.combine import join_pieces
-from pallas_kernels.ragged_paged_attention.gpu.fetch import Span, drain, fetch_blocks, stage_memory
+from pallas_kernels.ragged_paged_attention.gpu.fetch import Span, drain, fetch_blocks, scales_in, stage_memory
 from pallas_kernels.ragged_paged_attention.gpu.matrix import load_converted, mma, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
@@ -67,14 +67,16 @@ type _Walk = Callable[..., jax.Array]
 def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the kernel's shared memory."""
     panels = attention.head_size // LANES
+    stages = stage_memory(attention)
+    stages.pop("block_scales", None)
     memory = {
-        **stage_memory(attention),
+        **stages,
         # Each panel is contiguous for some rows, as a copy needs it. The output leaves by way of the first ones.
         "q_panels": swizzled((panels, TILE, LANES), attention.dtype),
         "weights": swizzled((TILE, attention.block), attention.dtype),
-        # What warpgroup 1 multiplies its sums with, and the logarithms of a piece's denominators. An array of its own
-        # would take a KiB of alignment.
-        "factors": plgpu.SMEM((2, TILE), jnp.float32),
+        # What warpgroup 1 multiplies its sums with, the logarithms of a piece's denominators, and the scales of tokens
+        # in each stage. Arrays of their own would take a KiB of alignment each.
+        "factors": plgpu.SMEM((2 + attention.stage_scales, TILE), jnp.float32),
         "q_here": barriers(panels),
         "q_free": barriers(HALVES),
         "weights_here": barriers(1),
@@ -87,11 +89,17 @@ def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
 
 
 def attend_latents(
-    q: jax.Array, kv: jax.Array, table: jax.Array, plan: LatentPlan, where: Where, attention: AttentionBuild
+    q: jax.Array,
+    kv: jax.Array,
+    scales: jax.Array | None,
+    table: jax.Array,
+    plan: LatentPlan,
+    where: Where,
+    attention: AttentionBuild,
 ) -> jax.Array:
     """Attends with q f[T, groups of heads, G, D] to kv f[L * P, S, D], whose last numbers are values: [T, .., G, V].
 
-    G is a multiple of 8, the rows of a swizzle. Padding gets zeros.
+    scales f32[L * P, S] of tokens or None. G is a multiple of 8, the rows of a swizzle. Padding gets zeros.
     """
     num_tokens, num_groups, group, head_size = q.shape
     value_size, shares, pipes = HALVES * attention.value_size, plan.shares, len(plan.shares.pipes)
@@ -107,6 +115,7 @@ def attend_latents(
     def kernel(
         q: Ref,
         kv: Ref,
+        scales: Ref,
         table: Ref,
         tiles: Ref,
         table_rows: Ref,
@@ -120,6 +129,8 @@ def attend_latents(
         **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
+        if attention.num_scales:
+            memory["block_scales"] = memory["factors"].at[pl.ds(2, attention.stage_scales)]
 
         def walk[C](visit: Callable[[_TilePart, C], C], carry: C) -> C:
             """Visits the CTA's pieces."""
@@ -155,7 +166,7 @@ def attend_latents(
                     plgpu.barrier_wait(memory["converted_free"])
                 plgpu.wait_smem_to_gmem(0)
 
-        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, table, memory))
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, scales, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -166,13 +177,33 @@ def attend_latents(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
         interpret=interpretation(attention.interpret),
-    )(q_rows, kv, table, shares.rows, plan.table_rows, shares.pipes, shares.line, *where, out, pieces, peaks)
+    )(
+        q_rows,
+        kv,
+        where.layer if scales is None else scales,
+        table,
+        shares.rows,
+        plan.table_rows,
+        shares.pipes,
+        shares.line,
+        *where,
+        out,
+        pieces,
+        peaks,
+    )
     join_pieces(pieces, peaks, plan, out, attention)
     return jax.freeze(out).reshape(num_tokens, num_groups, group, value_size)
 
 
 def _produce(
-    walk: _Walk, attention: AttentionBuild, layer: jax.Array, q: Ref, kv: Ref, table: Ref, memory: dict[str, Ref]
+    walk: _Walk,
+    attention: AttentionBuild,
+    layer: jax.Array,
+    q: Ref,
+    kv: Ref,
+    scales: Ref,
+    table: Ref,
+    memory: dict[str, Ref],
 ) -> None:
     """Runs the fetching warp. A piece's first blocks are on their way before the piece before it is over."""
 
@@ -180,7 +211,7 @@ def _produce(
         head = jnp.int32(0)
         ahead = jnp.minimum(piece.end, piece.begin + attention.stages)
         span = Span(piece.table_row, head, piece.begin, ahead, piece.kv_len)
-        done = fetch_blocks(attention, kv, table, layer, span, memory, (), done)
+        done = fetch_blocks(attention, kv, scales, table, layer, span, memory, (), done)
         plgpu.barrier_wait(memory["q_free"])
 
         # The compiler must not know the length of this loop: unrolled, the copies need too many registers.
@@ -190,7 +221,7 @@ def _produce(
             plgpu.copy_gmem_to_smem(source, memory["q_panels"].at[panel], memory["q_here"])
 
         span = Span(piece.table_row, head, ahead, piece.end, piece.kv_len)
-        return fetch_blocks(attention, kv, table, layer, span, memory, (), done)
+        return fetch_blocks(attention, kv, scales, table, layer, span, memory, (), done)
 
     done = walk(visit, jnp.int32(0))
     plgpu.barrier_wait(memory["q_free"])
@@ -280,15 +311,19 @@ def _sum(
 
 
 def _take_block(attention: AttentionBuild, slot: jax.Array, half: int, memory: dict[str, Ref]) -> Ref:
-    """Waits for a block, and returns it, kv f[B, D] in the queries' dtype. Each warpgroup converts some of it."""
+    """Waits for a block, and returns it, kv f[B, D] in the queries' dtype, times its scales.
+
+    Each warpgroup converts some of it.
+    """
     stored = memory["blocks"].at[slot]
     plgpu.barrier_wait(memory["block_here"].at[slot])
     if not attention.converts:
         return stored
     plgpu.barrier_wait(memory["converted_free"])
+    of_tokens = scales_in(attention, memory, (slot,), 0)
     for start in range(half * LANES, attention.head_size, HALVES * LANES):
         columns = pl.ds(start, LANES)
-        memory["converted"][:, columns] = load_converted(attention, stored.at[:, columns])
+        memory["converted"][:, columns] = load_converted(attention, stored.at[:, columns], of_tokens)
     plgpu.commit_smem()
     plgpu.barrier_arrive(memory["block_free"].at[slot])
     plgpu.barrier_arrive(memory["converted_here"])

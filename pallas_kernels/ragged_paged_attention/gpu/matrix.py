@@ -24,6 +24,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import query_columns
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     iota,
+    scaled_rows,
 )
 
 type Queries = (
@@ -129,12 +130,16 @@ class MatrixProducts:
         return self.memory["converted"]
 
 
-def load_converted(attention: AttentionBuild, stored: Ref) -> jax.Array:
-    """Loads keys and values of 8 bits as numbers of the queries' dtype."""
+def load_converted(attention: AttentionBuild, stored: Ref, scales: Ref | None = None) -> jax.Array:
+    """Loads keys and values of 8 bits as numbers of the queries' dtype, times the scales f32[B] of their tokens."""
     numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+    if scales is not None:
+        of_rows = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
         numbers = numbers.astype(jnp.float32)  # the hardware cannot convert float8 to bfloat16
-    return numbers.astype(attention.dtype)
+    numbers = numbers.astype(attention.dtype)
+    # Codes are exact in 16 bits, and from there to 32 bits is a shift.
+    return numbers if scales is None else scaled_rows(numbers.astype(jnp.float32), of_rows).astype(attention.dtype)
 
 
 def mma(attention: AttentionBuild, acc: jax.Array, a: jax.Array, b: Ref) -> jax.Array:

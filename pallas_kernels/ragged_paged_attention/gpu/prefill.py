@@ -29,6 +29,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     fetch_blocks,
     fetch_queries,
     query_columns,
+    scales_in,
     stage_memory,
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
@@ -79,6 +80,7 @@ def prefill(
     where: Where,
     sinks: jax.Array | None,
     slopes: jax.Array | None,
+    scales: jax.Array | None,
     out: jax.Ref,
     attention: AttentionBuild,
     *,
@@ -86,18 +88,20 @@ def prefill(
 ) -> None:
     """Writes the planned tiles' attention, of q f[T, K, G, D] over kv f[L * P * K, S, 2 * D], into out f[T, K, G, D].
 
-    A tile of a row without KV is written as zeros. sinks and slopes f32[H] or None. out may have more than G heads for
+    A tile of a row without KV is written as zeros. sinks and slopes f32[H] or None, scales f32[L * P * K * 2, S] of
+    tokens or None. out may have more than G heads for
     each KV head.
     """
     num_heads = attention.num_kv_heads
     assert attention.warpgroups == HALVES
     ctas = min(chip.num_sms, len(plan.tiles) * num_heads)
-    # Without sinks no code reads their operand: see `slopes_of`.
+    # Without sinks, or scales, no code reads their operand: see `slopes_of`.
     sink_rows = None if sinks is None else attention.rows_of(sinks)
 
     def kernel(
         q: Ref,
         kv: Ref,
+        scales: Ref,
         table: Ref,
         tiles: Ref,
         num_tiles: Ref,
@@ -138,7 +142,7 @@ def prefill(
             _consume(thread, walk, attention, own_window, of_sinks, slope_rows, out, memory)
             plgpu.wait_smem_to_gmem(0)
 
-        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, table, memory))
+        fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, scales, table, memory))
 
     plgpu.kernel(
         kernel,
@@ -152,6 +156,7 @@ def prefill(
     )(
         q,
         kv,
+        where.layer if scales is None else scales,
         table,
         plan.tiles,
         plan.num_tiles,
@@ -163,7 +168,14 @@ def prefill(
 
 
 def _produce(
-    walk: _Walk, attention: AttentionBuild, layer: jax.Array, q: Ref, kv: Ref, table: Ref, memory: dict[str, Ref]
+    walk: _Walk,
+    attention: AttentionBuild,
+    layer: jax.Array,
+    q: Ref,
+    kv: Ref,
+    scales: Ref,
+    table: Ref,
+    memory: dict[str, Ref],
 ) -> None:
     """Runs the fetching warp: the next unit's queries and blocks are on their way while this unit is computed."""
 
@@ -184,7 +196,7 @@ def _produce(
                 )
             parts = parts + 1
         span = Span(unit.row, unit.head, unit.begin, unit.end, unit.kv_len)
-        return fetch_blocks(attention, kv, table, layer, span, memory, (), done), parts
+        return fetch_blocks(attention, kv, scales, table, layer, span, memory, (), done), parts
 
     done, parts = walk(visit, (jnp.int32(0), jnp.int32(0)))
 
@@ -231,10 +243,13 @@ def _consume(
             slot, first = lax.rem(done, stages), block * attention.block
             kv = memory["blocks"].at[slot]
             products = matrix.multiply_keys(queries, kv, meanwhile=take_turns)
+            products = attention.scale_columns(products, scales_in(attention, memory, (slot,), 0))
             position = unit.position + first_query
             logits = attention.lean(attention.logits(products), slope_rows, unit.head, first, position)
             logits = attention.mask(logits, first, position, window)
             weights, softmax = attention.fold(logits, softmax)
+            of_values = scales_in(attention, memory, (slot,), 1)
+            weights = attention.scale_seen(weights, of_values, first, unit.seen, unit.kv_len)
             weights, softmax = lax.optimization_barrier((weights.astype(attention.dtype), softmax))
             plgpu.barrier_arrive(turn)
             values = matrix.values(kv)

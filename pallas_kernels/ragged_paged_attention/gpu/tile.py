@@ -19,6 +19,9 @@ LOG2E = math.log2(math.e)
 # It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
 MASKED = -1e30
 
+# The layout of a number for each column of a tile of products.
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
 type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
 
 
@@ -49,6 +52,7 @@ class AttentionBuild:
     num_kv_heads: int
     dtype: jnp.dtype  # of queries, products and output
     kv_dtype: jnp.dtype
+    num_scales: int  # of a token's own, for one KV head: of its key, and of its value if that is no part of the key
     matrix_unit: MatrixUnit
     block: int  # tokens
     stages: int  # blocks in shared memory that one warp fetches into
@@ -75,9 +79,35 @@ class AttentionBuild:
         return min(self.page_size, self.block)
 
     @property
+    def stage_scales(self) -> int:
+        """The rows of scales in all stages."""
+        return self.stages * self.num_scales
+
+    @property
     def converts(self) -> bool:
         """Whether the kernel must convert stored keys and values to the queries' dtype."""
         return self.kv_dtype != self.dtype
+
+    def scale_columns(self, x: jax.Array, scales: Ref | None) -> jax.Array:
+        """Multiplies the columns of x f[64, B], which are tokens, by their scales f32[B], if they have some."""
+        return x if scales is None else self._times(x, plgpu.load(scales, layout=COLUMNS, optimized=False))
+
+    def scale_seen(
+        self, weights: jax.Array, scales: Ref | None, first: jax.Array, begin: jax.Array, end: jax.Array
+    ) -> jax.Array:
+        """Multiplies the weights f32[64, B] of the block from position `first` on by the scales of its values.
+
+        Outside begin .. end - 1 the weights are zero, but scales may be NaN.
+        """
+        if scales is None:
+            return weights
+        at = first + plgpu.broadcasted_iota(jnp.int32, (self.block,), 0, layout=COLUMNS)
+        loaded = plgpu.load(scales, layout=COLUMNS, optimized=False)
+        return self._times(weights, jnp.where((at >= begin) & (at < end), loaded, jnp.zeros_like(loaded)))
+
+    @staticmethod
+    def _times(x: jax.Array, columns: jax.Array) -> jax.Array:
+        return x * lax.broadcast_in_dim(columns, x.shape, [1])
 
     def start(self) -> Softmax:
         """Returns the online softmax before the first block."""

@@ -66,6 +66,7 @@ class Attender:
     slopes: Ref | None  # SMEM f32[H]
     tokens: Ref  # HBM [T, H', D]: queries, replaced by their outputs
     pages: Ref  # HBM [L, P, K, S, W]
+    scales: Ref | None  # HBM f32[L, P, rows, 128], where tokens have scales of their own
     kv: Ref  # VMEM [slots, pages, K, S, W]
     queries: Ref  # VMEM [slots, tile, H' / parts, D]
     outputs: Ref  # VMEM [OUT_SLOTS, tile, H' / parts, D]
@@ -77,16 +78,26 @@ class Attender:
     sent: Ref  # SMEM i32[OUT_SLOTS]: queries whose outputs are on their way
     fetched: Ref  # DMA semaphores [slots]
     written: Ref  # DMA semaphores [OUT_SLOTS]
+    kv_scales: Ref | None = None  # VMEM f32[slots, pages, rows, 128]
+    step_scales: Ref | None = None  # VMEM f32[K or 2 K, tokens of a step]: see `_line_up_scales`
 
     @staticmethod
-    def scratch(problem: Problem, blocks: Blocks, pages: Ref, tokens: Ref) -> dict[str, Any]:
+    def scratch(problem: Problem, blocks: Blocks, pages: Ref, tokens: Ref, scales: Ref | None) -> dict[str, Any]:
         _, _, num_kv_heads, page_size, width = pages.shape
         _, num_heads, head_size = tokens.shape
         num_heads //= blocks.head_parts
         rows, tile, slots = blocks.tile_rows(problem), blocks.tile_queries, blocks.slots
         # The heads of a single query are rows of their own, and rows of two bytes cannot be written one by one.
         folded_dtype = jnp.float32 if tile == 1 else tokens.dtype
+        of_tokens = {}
+        if scales is not None:
+            num_rows = num_kv_heads * problem.num_scales
+            of_tokens = dict(
+                kv_scales=pltpu.VMEM((slots, blocks.fetch_pages, *scales.shape[2:]), jnp.float32),
+                step_scales=pltpu.VMEM((num_rows, blocks.step_pages * page_size), jnp.float32),
+            )
         return dict(
+            **of_tokens,
             kv=pltpu.VMEM((slots, blocks.fetch_pages, num_kv_heads, page_size, width), pages.dtype),
             queries=pltpu.VMEM((slots, tile, num_heads, head_size), tokens.dtype),
             outputs=pltpu.VMEM((OUT_SLOTS, tile, num_heads, head_size), tokens.dtype),
@@ -154,8 +165,12 @@ class Attender:
                 self.fetches[slot, field] = jnp.int32(value)
 
             def start_page(index: jax.Array, _: None) -> None:
-                source = self.pages.at[self.layer, self.walk.page(place, first + index)]
-                pltpu.make_async_copy(source, self.kv.at[slot, index], self.fetched.at[slot]).start()
+                page = self.walk.page(place, first + index)
+                for source, target in self._paged:
+                    copy = pltpu.make_async_copy(
+                        source.at[self.layer, page], target.at[slot, index], self.fetched.at[slot]
+                    )
+                    copy.start()
 
             lax.fori_loop(0, num_pages, start_page, None)
 
@@ -179,6 +194,11 @@ class Attender:
             cursor.tiles + tiles_done,
         )
 
+    @property
+    def _paged(self) -> list[tuple[Ref, Ref]]:
+        """What is fetched of each page: where it is in HBM, and the slots for it in VMEM."""
+        return [(self.pages, self.kv)] + ([] if self.scales is None else [(self.scales, self.kv_scales)])
+
     def _copy_queries(self, fetch: _Fetch, slot: jax.Array) -> Any:
         """Returns the copy of the tile's queries to the slot of its first fetch."""
         target = self.queries.at[slot, pl.ds(0, fetch.num_queries)]
@@ -198,8 +218,9 @@ class Attender:
         """Waits for the fetch in `slot` and folds it into the softmax of its tile."""
         fetch = _Fetch(*(self.fetches[slot, field] for field in range(len(_Fetch._fields))))
         # Semaphores count bytes, so one wait serves all pages.
-        pages = self.kv.at[slot, pl.ds(0, fetch.num_pages)]
-        pltpu.make_async_copy(pages, pages, self.fetched.at[slot]).wait()
+        for _source, target in self._paged:
+            pages = target.at[slot, pl.ds(0, fetch.num_pages)]
+            pltpu.make_async_copy(pages, pages, self.fetched.at[slot]).wait()
 
         @pl.when(fetch.is_first == 1)
         def _() -> None:
@@ -216,6 +237,7 @@ class Attender:
             last_key = first_key + self.blocks.step_pages * self.problem.page_size - 1
             last_position = fetch.position + fetch.num_queries - 1
             all_seen = (last_key <= fetch.position) & (first_key > last_position - self.window)
+            self._line_up_scales(slot, page)
             pl.when(all_seen)(lambda: self._attend_pages(fetch, slot, page, first_key, masks=False))
             pl.when(~all_seen)(lambda: self._attend_pages(fetch, slot, page, first_key, masks=True))
 
@@ -348,6 +370,31 @@ class Attender:
 
         lax.fori_loop(fetch.num_pages, cdiv(fetch.num_pages, step) * step, clear_page, None)
 
+    def _line_up_scales(self, slot: jax.Array, page: jax.Array) -> None:
+        """Puts the scales of the tokens of a step, whose first page is `page`, into lanes as its logits have them.
+
+        The scales of values follow those of the same head's keys where a page's fill 128 lanes, and else those of the
+        keys of all heads.
+        """
+        if self.step_scales is None:
+            return
+        assert self.kv_scales is not None
+        size = self.problem.page_size
+        pages = [self.kv_scales[slot, page + index] for index in range(self.blocks.step_pages)]
+        for number in range(1 if size == LANES else self.problem.num_scales):
+            lanes = slice(number * size, (number + 1) * size)
+            rows = pl.ds(number * self.problem.num_kv_heads, pages[0].shape[0])
+            self.step_scales[rows] = jnp.concatenate([of_page[:, lanes] for of_page in pages], axis=1)
+
+    def _scales_of(self, head: jax.Array, number: int) -> jax.Array:
+        """Returns the scales f32[1, tokens of a step] of a KV head's keys, which are number 0, or of its values."""
+        problem = self.problem
+        assert self.step_scales is not None
+        number = min(number, problem.num_scales - 1)  # the value of a latent is a part of its key
+        if problem.page_size == LANES:
+            return self.step_scales[pl.ds(head * problem.num_scales + number, 1)]
+        return self.step_scales[pl.ds(head + number * problem.num_kv_heads, 1)]
+
     def _attend_pages(
         self, fetch: _Fetch, slot: jax.Array, page: jax.Array, first_key: jax.Array, *, masks: bool
     ) -> None:
@@ -372,6 +419,8 @@ class Attender:
             logits = lax.dot_general(
                 queries, keys, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
+            if self.step_scales is not None:
+                logits = logits * self._scales_of(head, 0)
             if self.soft_cap is None:
                 logits = logits * (self.scale * LOG2_E)
             else:
@@ -379,13 +428,18 @@ class Attender:
             if self.slopes is not None:
                 logits = logits - _lanes(self._slopes_of(fetch.head, head), tokens) * distance.astype(jnp.float32)
             if masks:
-                logits = jnp.where((distance >= 0) & (distance < self.window), logits, MASKED)
+                seen = (distance >= 0) & (distance < self.window)
+                logits = jnp.where(seen, logits, MASKED)
             old_peak = self.peak[head]
             peak = jnp.maximum(old_peak, jnp.max(logits, axis=1, keepdims=True))
             weights = jnp.exp2(logits - _lanes(peak, tokens))
             decay = jnp.exp2(old_peak - peak)
             self.peak[head] = peak
             self.total[head] = self.total[head] * decay + jnp.sum(weights, axis=1, keepdims=True)
+            if self.step_scales is not None:
+                weights = weights * self._scales_of(head, 1)
+                # Where nobody owns a position, its scale may be NaN.
+                weights = jnp.where(seen, weights, 0) if masks else weights
             weighted = lax.dot_general(
                 weights.astype(dtype), values, (((1,), (0,)), ((), ())), precision=precision,
                 preferred_element_type=jnp.float32,

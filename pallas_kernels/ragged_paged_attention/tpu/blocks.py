@@ -44,6 +44,7 @@ class Problem:
     dtype: str  # of the queries
     kv_dtype: str  # of the pages
     latent_size: int | None = None  # of values that are the end of their keys
+    by_token: bool = False  # whether each token has scales of its own
 
     def part(self, blocks: "Blocks") -> "Problem":
         """Returns what is attended at a time: one part of the query heads, which all have one KV head."""
@@ -80,9 +81,15 @@ class Problem:
         return self.width - (self.width - self.value_size) // LANES * LANES
 
     @property
+    def num_scales(self) -> int:
+        """The scales that a token has of its own for each KV head, if it has some."""
+        return 2 if self.latent_size is None else 1
+
+    @property
     def token_bytes(self) -> int:
-        """The bytes of one token's keys and values."""
-        return self.num_kv_heads * self.width * jnp.dtype(self.kv_dtype).itemsize
+        """The bytes of one token's keys and values, with its scales, which fill up lanes."""
+        of_scales = 4 * max(self.num_scales, LANES // self.page_size) if self.by_token else 0
+        return self.num_kv_heads * (self.width * jnp.dtype(self.kv_dtype).itemsize + of_scales)
 
 
 @dataclass(frozen=True)

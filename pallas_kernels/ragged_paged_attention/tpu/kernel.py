@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.chips import TpuChip
+from pallas_kernels.ragged_paged_attention.layout import check_scaled_heads
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from pallas_kernels.ragged_paged_attention.tpu.attend import Attender
 from pallas_kernels.ragged_paged_attention.tpu.blocks import LANES, Blocks, Problem, Stage, choose, write_tokens
@@ -43,13 +44,14 @@ def attend(
     sinks: jax.Array | None,
     slopes: jax.Array | None,
     latent_size: int | None,
+    scales: jax.Array | None,
     chip: TpuChip,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Does `ragged_paged_attention` with q f[T, H, D], and rows `new` of the pages' dtype [T, K, W] to write.
 
     D is a multiple of 64, and `latent_size` and the D that has such values of 128. Values are f[T, H, D], the smaller
-    ones of latents at the end.
+    ones of latents at the end. Where tokens have scales of their own, those of new ones are in `scales` already.
 
     Raises NotImplementedError for dtypes, page tables and heads that the kernel has no room or registers for.
     """
@@ -59,7 +61,8 @@ def attend(
         raise NotImplementedError(
             f"the tpu kernel computes in float32 or bfloat16, not {q.dtype}: use the backend reference"
         )
-    problem = Problem(num_heads, num_kv_heads, head_size, page_size, str(q.dtype), str(kv_pages.dtype), latent_size)
+    dtypes = str(q.dtype), str(kv_pages.dtype)
+    problem = Problem(num_heads, num_kv_heads, head_size, page_size, *dtypes, latent_size, by_token=scales is not None)
     tables = _tables(rows.page_table, chip)
     # Heads are padded to whole registers of 8, because a tile's heads are read with a stride.
     q = jnp.pad(q, ((0, 0), (0, -num_heads % 8), (0, 0)))
@@ -69,6 +72,10 @@ def attend(
     stages = _Stages(problem, {name: choose(name, problem, chip) for name in names}, write_tokens(problem, chip))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     arrays = [tables, new, q, kv_pages]
+    if scales is not None:
+        check_scaled_heads(num_kv_heads)
+        scales = scales.reshape(*scales.shape[:2], -1, scales.shape[4])
+        arrays.append(scales)
     call = pl.pallas_call(
         partial(
             _kernel,
@@ -77,6 +84,7 @@ def attend(
             soft_cap=soft_cap,
             has_sinks=sinks is not None,
             has_slopes=slopes is not None,
+            has_scales=scales is not None,
             num_cores=chip.num_cores,
         ),  # fmt: skip
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype)),
@@ -85,7 +93,7 @@ def attend(
             grid=(chip.num_cores,),
             in_specs=[in_hbm] * len(arrays),
             out_specs=(in_hbm, in_hbm),
-            scratch_shapes=(stages.scratch(tables, q, kv_pages),),
+            scratch_shapes=(stages.scratch(tables, q, kv_pages, scales),),
         ),
         # Outputs replace the queries, so padding tokens get finite values, and nothing is allocated.
         input_output_aliases={len(scalars) + 2: 0, len(scalars) + 3: 1},
@@ -127,10 +135,12 @@ class _Stages:
     def decode_only(self) -> bool:
         return len(self.blocks) == 1
 
-    def scratch(self, tables: jax.Array, tokens: jax.Array, pages: jax.Array) -> dict[str, Any]:
+    def scratch(
+        self, tables: jax.Array, tokens: jax.Array, pages: jax.Array, scales: jax.Array | None
+    ) -> dict[str, Any]:
         """Returns the buffers of each stage, which are not shared: `run_scoped` asks which TPU this process has."""
         buffers: dict[str, Any] = {
-            name: Attender.scratch(self.problem, blocks, pages, tokens) for name, blocks in self.blocks.items()
+            name: Attender.scratch(self.problem, blocks, pages, tokens, scales) for name, blocks in self.blocks.items()
         }
         buffers["walk"] = Walk.scratch(tables.shape)
         buffers["merger"] = Merger.scratch(pages, self.blocks["decode"].slots)
@@ -149,10 +159,13 @@ def _kernel(
     soft_cap: float | None,
     has_sinks: bool,
     has_slopes: bool,
+    has_scales: bool,
     num_cores: int,
 ) -> None:
     """Runs the whole call on each core. Aliased arrays are read and written through the outputs."""
-    *of_heads, tables, new, _, _, tokens, pages, scratch = refs
+    *inputs, tokens, pages, scratch = refs
+    scales = inputs.pop() if has_scales else None
+    *of_heads, tables, new, _, _ = inputs
     sinks, slopes = of_heads[0] if has_sinks else None, of_heads[-1] if has_slopes else None
     layer, window = parameters[0], parameters[1]
 
@@ -164,7 +177,7 @@ def _kernel(
         blocks = stages.blocks[stage]
         Attender(
             stages.problem.part(blocks), blocks, scale, soft_cap, walk(least, most), merger, layer, window,
-            sinks, slopes, tokens, pages, **scratch[stage],
+            sinks, slopes, tokens, pages, scales, **scratch[stage],
         ).run()  # fmt: skip
 
     attend_rows("decode", 1, 1, Merger(new, **scratch["merger"]))

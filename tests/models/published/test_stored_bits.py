@@ -20,6 +20,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
@@ -38,9 +39,11 @@ from tests.models.published.test_mxfp4 import MXFP4_PACKED, MXFP8, gpt_oss, mxfp
 from tests.models.published.test_mxfp4 import SETTINGS as MXFP4
 from tests.models.published.test_packed_integers import compressed, packed, random_codes
 from tests.models.published.written import fp8_checkpoint, resized, write_model
+from tests.pallas_kernels.code_panels import matrix, rounded
 
 TILES = Forms(stored=FewBitsForms(by_tile=True))
 ROWS = Forms(stored=FewBitsForms())
+PANELS = Forms(stored=FewBitsForms(Backend("cpu", host_chip())))
 
 
 def load(directory: Path, forms: Forms = TILES, size: int = 1, **options: Any) -> Any:
@@ -59,6 +62,11 @@ def values(node: Any) -> np.ndarray:
     arrays = {name: np.asarray(array) for name, array in node.arrays.items()}
     if isinstance(node.form, ScaledRows):
         return arrays["values"].astype(np.float32) * arrays["scales"][..., None]
+    if isinstance(node.form, CpuGroups):
+        *others, blocks, _, _ = arrays["codes"].shape
+        panels = node.form.panels(inputs := blocks * 4 * node.form.stored.code.per_byte)  # which are whole blocks
+        assert tuple(others[:-1]) == node.form.outs[:-1]
+        return matrix(panels, arrays, node.form.outs[-1], inputs).astype(np.float32)
     assert isinstance(node.form, ScaledGroups)
     code, codes = node.form.code, arrays["codes"]
     if code.per_byte == 2:
@@ -166,6 +174,22 @@ def test_codes_are_kept_as_they_are_stored(name: str, tmp_path: Path) -> None:
         nodes = jax.tree.leaves(params["layers"], is_leaf=lambda node: isinstance(node, Matrix))
         assert {node.form.code for node in nodes if isinstance(node, Matrix)} == {code}
         chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), size, layout=layout)))
+    check_panels(path)
+
+
+def check_panels(path: Path) -> None:
+    """The kernel for CPUs gets the same numbers, and multiplies rounded tokens by them."""
+    params, plain = load(path, PANELS), load(path, Forms())
+    nodes = jax.tree.leaves(params["layers"], is_leaf=lambda node: isinstance(node, Matrix))
+    assert {type(node.form) for node in nodes if isinstance(node, Matrix)} == {CpuGroups}
+    chex.assert_trees_all_equal(decoded(params), decoded(plain))
+    for name in kept(params):
+        node, exact = params["layers"][0][name], np.asarray(plain["layers"][0][name], np.float64)
+        x = np.random.default_rng(0).standard_normal((3, exact.shape[-1]), np.float32)
+        tokens = rounded(x, node.form.panels(x.shape[1]).together)
+        expected = np.einsum("ti,...i->t...", tokens, exact)
+        y = jax.jit(partial(node.form.product, dtype=None))(jnp.asarray(x), node.arrays)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("settings", "code"), [(MXFP4_PACKED, FLOAT4), (MXFP8, E4M3)])
@@ -179,6 +203,8 @@ def test_numbers_with_exponents_are_kept(settings: dict[str, Any], code: Code, t
     assert kept(params) == {"qkv", "o", "gate_up", "down"}
     assert {params["layers"][0][name].form.code for name in kept(params)} == {code}
     chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
+    if code == FLOAT4:
+        check_panels(path)
 
 
 # Latent attention, and experts; on so many devices that they have parts of blocks, and copies of heads. Six heads on
@@ -225,13 +251,14 @@ def test_experts_in_mxfp4_are_kept(tmp_path: Path) -> None:
         jax.jit(lambda params: dense_logits(params, spec, [5, 6, 7]))(load(path, forms)) for forms in (TILES, Forms())
     )
     chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
+    check_panels(path)
 
 
 def test_rows_of_int8_are_multiplied_by_our_kernel_and_rows_of_fp8_by_xla(tmp_path: Path) -> None:
     settings = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
     path = of_projections(tmp_path, qwen(), settings, int8_rows)
     plain = decoded(load(path, Forms()))
-    for forms in (TILES, ROWS, Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True))):
+    for forms in (TILES, ROWS, PANELS):
         params = load(path, forms)
         assert kept(params) == {"qkv", "o", "gate_up", "down"}
         chex.assert_trees_all_equal(decoded(params), plain)
@@ -241,10 +268,19 @@ def test_layers_that_are_stored_in_several_ways_are_decoded(tmp_path: Path, capl
     settings, parts, _ = CASES["int4"]
     path = of_projections(tmp_path, qwen(), settings, parts, ignored=("1.mlp.down_proj.weight", "q_proj.weight"))
     with caplog.at_level(logging.INFO):
-        params = load(path)
+        params = load(path, layout="stacked")
     assert kept(params) == {"o", "gate_up"}  # a part of qkv is stored otherwise, and down in one layer
     assert "down is stored in several ways, so it is decoded in all" in caplog.text
+    chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), layout="stacked")))
+    # Where layers have arrays of their own, only that layer's is decoded.
+    params = load(path)
+    assert [isinstance(layer["down"], Matrix) for layer in params["layers"][:2]] == [True, False]
     chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
+    spec = model_spec(checkpoint.read_config(path))
+    logits, expected = (
+        jax.jit(lambda params: dense_logits(params, spec, [5, 6, 7]))(one) for one in (params, load(path, Forms()))
+    )
+    chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
 
 
 def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:

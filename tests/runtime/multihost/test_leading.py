@@ -122,7 +122,7 @@ def test_half_a_call_is_none() -> None:
 
 def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(ValueError, match="a message of kind 77"):
-        read_message(io.BytesIO(struct.pack("<11I", 77, *[0] * 10)))
+        read_message(io.BytesIO(struct.pack("<12I", 77, *[0] * 11)))
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_step_that_fails_ends_its_process(group: Group) -> None:
 
 
 def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
-    next(iter(group.leader._wires.values())).sendall(struct.pack("<11I", 77, *[0] * 10))
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<12I", 77, *[0] * 11))
     group.wait_for_ends(2)
     assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 

@@ -1,0 +1,116 @@
+"""The packed form, for our own kernels on one CPU: a matrix lies in the order in which the kernel reads it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.form import Arrays, Experts, Form, Gating
+from jaxvllm.models.tiling import aligned_zeros
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.packed_matmul import Panels, pack_into, packed_matmul
+
+PANELS = "panels"
+# Bytes of a matrix from which on the kernel packs it. NumPy packs 1.2 GB/s, and the kernel 5 to 20, but it takes 0.15 s
+# to compile, and 10 ms more for each shape (Zen 4).
+LEAST_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Packed(Form):
+    """One array of panels, on one device, which is never stacked. `of_matrix` makes the form of each matrix.
+
+    A matrix [2, F, in] has panels of each half, so that a gate and the features beside it lie at the same place.
+    Otherwise all dimensions but the last are one.
+
+    dtype: of the matrix, and before `of_matrix` of the model
+    shape: of the matrix
+    of_experts: whether the first dimension is that of experts, which have panels of their own
+    """
+
+    chip: CpuChip
+    dtype: str
+    shape: tuple[int, ...] = ()
+    of_experts: bool = False
+
+    def of_matrix(self, matrix: ParamDecl) -> Form:
+        form = replace(
+            self, dtype=matrix.dtype_in(self.dtype).name, shape=matrix.shape, of_experts=matrix.storage == "experts"
+        )
+        # The panel of a gate that has one output, say, would be mostly zeros.
+        return CpuKernel(self.chip) if form._size < self.chip.panel_columns // 4 else form
+
+    def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
+        shape = (*self._groups, *self._halves, *self._panels.shape(self._size, self.shape[-1]))
+        return {PANELS: replace(matrix, shape=shape, axes=(None,) * len(shape), heads=None)}
+
+    def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        *parts, outs, ins = (*self._groups, *self._halves, self._size, self.shape[-1])
+        rows = np.asarray(matrix).reshape(*parts, outs, ins)
+        panels = aligned_zeros((*parts, *self._panels.shape(outs, ins)), rows.dtype)  # XLA uses it without a copy
+        if rows.nbytes < LEAST_BYTES:
+            panels[...] = self._panels.packed(rows)
+        else:
+            pack_into(panels, rows, self.chip)
+        return {PANELS: jax.device_put(panels, shardings.get(PANELS))}
+
+    def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
+        return self.product_with_one(x, [arrays], 0, dtype)
+
+    def product_with_one(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
+    ) -> jax.Array:
+        y = packed_matmul(x, _panels_of(matrices), index, size=self._size, dtype=dtype, chip=self.chip)
+        return y.reshape(len(x), *self._outs)
+
+    def gated_product(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, gating: Gating
+    ) -> jax.Array | None:
+        if gating != "silu" and gating != "gelu_tanh":
+            return None
+        return packed_matmul(x, _panels_of(matrices), index, size=self._size, gate=gating, chip=self.chip)
+
+    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+        stacks = _panels_of(experts.stacks)
+        y = packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, chip=self.chip)
+        return y.reshape(len(x), *self._outs)
+
+    def grouped_gated_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating
+    ) -> jax.Array | None:
+        if gating != "silu" and gating != "gelu_tanh":
+            return None
+        stacks = _panels_of(experts.stacks)
+        return packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, gate=gating, chip=self.chip)
+
+    @property
+    def _panels(self) -> Panels:
+        return Panels.of(self.chip, self.dtype)
+
+    @property
+    def _groups(self) -> tuple[int, ...]:
+        return self.shape[: int(self.of_experts)]
+
+    @property
+    def _outs(self) -> tuple[int, ...]:
+        """The shape of the outputs of a row."""
+        return self.shape[len(self._groups) : -1]
+
+    @property
+    def _halves(self) -> tuple[int, ...]:
+        return (2,) if len(self._outs) == 2 and self._outs[0] == 2 else ()
+
+    @property
+    def _size(self) -> int:
+        """The outputs that have panels together."""
+        return prod(self._outs) // prod(self._halves)
+
+
+def _panels_of(matrices: Sequence[Arrays]) -> list[jax.Array]:
+    return [arrays[PANELS] for arrays in matrices]

@@ -1,0 +1,146 @@
+"""The product with packed matrices: an item of work is a panel of outputs and some rows.
+
+The sums of an item are in its thread's memory. Tiles add some inputs of a panel to them, for all rows of the item
+before the next inputs, so that this part of the panel stays in the second cache. Then the sums become outputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.emit import SIZE_OF, Emitter
+from pallas_kernels.cpu.frame import Frame
+from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, silu
+from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
+from pallas_kernels.packed_matmul.panels import WORD, Panels
+from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, VectorTiles
+
+ROWS = 96  # of an item
+PART = 256 * 1024  # bytes of panels that all rows of an item go through before the next
+NO_GATE = "none"
+ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+
+
+def packed_matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, gate: str) -> None:
+    """Emits y [M, A * N] = x [M, K] w[index]^T, where w[index] is [A * N, K] in panels [A, panels(N), ..].
+
+    Its arguments are x, index, w[0], w[1], ... With a gate, w[index] is [2, panels(N), ..], of a and of b, and y [M, N]
+    is activation(x a^T) * (x b^T).
+    """
+    _multiply(e, frame, _Product(tiles_for(e.chip, dtype), out_dtype, gate))
+
+
+def grouped_packed_matmul(e: Emitter, frame: Frame, dtype: str, out_dtype: str, gate: str) -> None:
+    """Emits the same for rows in groups, each of which has a matrix of its own, w[index] [G * A, panels(N), ..].
+
+    Its arguments are x, index, starts i32[G + 1], w[0], ...
+    """
+    _multiply(e, frame, _Product(tiles_for(e.chip, dtype), out_dtype, gate, in_groups=True))
+
+
+def tiles_for(chip: CpuChip, dtype: str) -> Tiles:
+    """Returns the tiles that a chip computes fastest, of x and matrices of `dtype`."""
+    kind = AmxTiles if dtype == "bfloat16" and chip.has_bf16_tiles else VectorTiles
+    return kind(dtype, Panels.of(chip, dtype))
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Says what an item multiplies, and what becomes of its sums."""
+
+    tiles: Tiles
+    out_dtype: str
+    gate: str
+    in_groups: bool = False
+
+    @property
+    def panels(self) -> int:
+        """The number of panels of an item, one of each matrix."""
+        return 1 if self.gate == NO_GATE else 2
+
+    def outputs(self, sums: Sequence[Value]) -> Value:
+        """Returns a vector of outputs for one of sums of each panel."""
+        return sums[0] if self.gate == NO_GATE else ACTIVATIONS[self.gate](sums[0]) * sums[1]
+
+
+@dataclass(frozen=True)
+class _PanelRows:
+    """Rows `begin` to `end` of x [.., K] times some panels."""
+
+    x: Value
+    begin: Value
+    end: Value
+    K: Value
+    panels: Sequence[Value]
+    sums: Sequence[Value]  # of each panel, f32[rows, columns]
+
+
+def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
+    """Emits a loop over all items."""
+    x, y = frame.argument(0), frame.result(0)
+    index, first = e.load_int(frame.argument(1).data, 32), 3 if product.in_groups else 2
+    weight = frame.argument(index + first)
+    groups, starts, blocks = e.integer(1), e.integer(0), (x.size(0) + (ROWS - 1)) // ROWS
+    if product.in_groups:  # an item has all rows of a group
+        groups, starts, blocks = frame.argument(2).size(0) - 1, frame.argument(2).data, e.integer(1)
+    matrices, num_panels = weight.size(0) // (groups * product.panels), weight.size(1)
+    captured = (x.data, weight.data, y.data, x.size(0), x.size(1), y.size(1), matrices, num_panels, starts)
+
+    def item(t: Emitter, number: Value, captured: Sequence[Value]) -> None:
+        x, weight, y, M, K, width, matrices, num_panels, starts = captured
+        blocks = t.integer(1) if product.in_groups else (M + (ROWS - 1)) // ROWS
+        block, panel, matrix = number % blocks, number // blocks % num_panels, number // blocks // num_panels
+        if product.in_groups:
+            group = starts + matrix // matrices * 4
+            begin, end = t.load_int(group, 32), t.load_int(group + 4, 32)
+        else:
+            begin = block * ROWS
+            end = t.min(begin + ROWS, M)
+        columns, depth = product.tiles.panels.columns, product.tiles.panels.depth
+        size = (K + (depth - 1)) // depth * (columns * WORD)
+        of_matrix = weight + matrix * num_panels * size * product.panels
+        panels = [of_matrix + (num_panels * which + panel) * size for which in range(product.panels)]
+        sums = [t.words(ROWS * columns * FLOAT // 8) for _ in panels]
+        tiles = {rows: product.tiles.emit(t, rows) for rows in product.tiles.sizes}
+        N = width // matrices
+        column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
+        with t.loop(begin, end, ROWS) as first:
+            some = _PanelRows(x, first, t.min(first + ROWS, end), K, panels, sums)
+            _add_up(t, product.tiles, tiles, some)
+            _finish(t, product, some, y + (first * width + column) * SIZE_OF[product.out_dtype], width, count)
+
+    parallel_loop(e, frame, groups * matrices * num_panels * blocks, captured, item)
+
+
+def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _PanelRows) -> None:
+    """Emits the sums of an item."""
+    columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
+    count, stride = item.end - item.begin, item.K * size
+    x = item.x + item.begin * stride
+    for sums in item.sums:
+        with t.loop(0, count * columns, t.lanes) as at:
+            t.store(sums + at * FLOAT, t.vector(0))
+    part = PART // (columns * size * len(item.panels))
+    with t.loop(0, item.K, part) as k:
+        inputs = t.min(item.K - k, t.integer(part))
+        for panel, sums in zip(item.panels, item.sums, strict=True):
+            for rows, at in t.groups(tiles.sizes, count):
+                of_x, of_sums = x + at * stride + k * size, sums + at * (columns * FLOAT)
+                t.call(functions[rows], of_x, stride, panel + k * (columns * size), of_sums, inputs)
+
+
+def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Value, count: Value) -> None:
+    """Emits the first `count` outputs of each row of an item at `y`, in rows of `width` outputs."""
+    columns, size = product.tiles.panels.columns, SIZE_OF[product.out_dtype]
+    with t.loop(0, item.end - item.begin) as row:
+        with t.loop(0, count, t.lanes) as at:
+            outputs = product.outputs([t.load(sums + (row * columns + at) * FLOAT) for sums in item.sums])
+            place = y + (row * width + at) * size
+            with t.when(at + t.lanes <= count):
+                t.store(place, outputs, product.out_dtype)
+            with t.when(at + t.lanes > count):
+                t.store(place, outputs, product.out_dtype, first_lanes(count - at, t.lanes))

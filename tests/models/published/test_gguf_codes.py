@@ -1,0 +1,220 @@
+"""What GGUF files store in blocks is kept: its arrays mean what the package gguf reads, and multiply accordingly."""
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import chex
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from benchmarks.qwen3_gguf import write_q4_k_m
+from jaxvllm.models import checkpoint
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
+from jaxvllm.models.forms.few_bits import FewBits
+from jaxvllm.models.forms.in_parts import InParts
+from jaxvllm.models.forms.nested_groups import NestedGroups
+from jaxvllm.models.ops import look_up
+from jaxvllm.models.published import encoded_files
+from jaxvllm.models.published.gguf_codes import STORED_TYPES
+from jaxvllm.models.published.stored_codes import StoredCodes
+from jaxvllm.models.tiling import Box
+from jaxvllm.models.weight_names import Source
+from pallas_kernels.backend import Backend
+from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.quantized_matmul.code import UINT4, UINT6
+from tests.models.dense import dense_logits
+from tests.models.published.test_stored_bits import load
+
+# Layers 0 and 1 have values and down projections in Q4_K, and layers 2 and 3 in Q6_K.
+CONFIG: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 512,
+    "vocab_size": 400,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+}
+BY_TILE = Forms(stored=FewBitsForms(by_tile=True))
+
+
+@pytest.fixture(scope="module")
+def q4_k_m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_q4_k_m(path, CONFIG)
+    return path
+
+
+def random_blocks(kind: Kind, rows: int, blocks: int) -> np.ndarray:
+    """Rows of blocks whose scales are finite, u8[rows, bytes]."""
+    size, own = gguf.GGML_QUANT_SIZES[kind][1], STORED_TYPES[kind]
+    stream = np.random.default_rng(int(kind))
+    data = stream.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
+    for place in (own.scale, own.min):
+        if place is not None:
+            halves = stream.uniform(-1e-2, 1e-2, (rows, blocks, 1)).astype(np.float16)
+            data[..., place : place + 2] = halves.view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def decoded_arrays(form: NestedGroups, arrays: dict[str, jax.Array]) -> np.ndarray:
+    """The matrix of these arrays, by what the form says in words."""
+    held = {name: np.asarray(array) for name, array in arrays.items()}
+    codes = np.stack([held["codes"] & 15, held["codes"] >> 4], -1).reshape(*held["codes"].shape[:-1], -1)
+    if (bits := form.code.bits - 4) > 0:
+        every = np.unpackbits(held["high"], axis=-1, bitorder="little").reshape(*codes.shape, bits)
+        codes += ((every << np.arange(bits, dtype=np.uint8)).sum(-1) << 4).astype(np.uint8)
+    size = codes.shape[-1]
+
+    def of_elements(name: str) -> Any:
+        found = held[name].astype(np.float32) if name in held else np.ones((1,), np.float32)
+        return np.repeat(found, size // found.shape[-1], -1)
+
+    scaled = (codes - np.float32(0 if form.has_mins else form.code.zero)) * (
+        of_elements("scales") * of_elements("factors")
+    )
+    return scaled - of_elements("mins") * of_elements("min_factors") if form.has_mins else scaled
+
+
+def decoded(node: Any) -> np.ndarray:
+    if not isinstance(node, Matrix):
+        return np.asarray(node)
+    if isinstance(node.form, NestedGroups):
+        return decoded_arrays(node.form, node.arrays)
+    assert isinstance(node.form, InParts)
+    parts = []
+    for number, (_, form) in enumerate(node.form.parts):
+        assert isinstance(form, NestedGroups)
+        own = {name[2:]: array for name, array in node.arrays.items() if name[0] == str(number)}
+        parts.append(decoded_arrays(form, own))
+    return np.concatenate(parts, node.form.axis)
+
+
+def filled(form: FewBits, matrix: ParamDecl, stored: StoredCodes) -> dict[str, jax.Array]:
+    """The arrays of a matrix that is stored so."""
+    arrays = {}
+    for name, decl in form.declare(matrix).items():
+        array = np.zeros(decl.shape, decl.dtype_in("float32"))
+        form.fills(matrix, stored.elements)[name](array, (0,) * array.ndim)
+        arrays[name] = jnp.asarray(array)
+    return arrays
+
+
+@pytest.mark.parametrize("kind", [Kind(number) for number in STORED_TYPES], ids=lambda kind: kind.name)
+def test_what_a_block_has_of_each_number(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_groups, "_TILE", 4 * 512)  # four rows at a time
+    blocks = 512 // STORED_TYPES[kind].count
+    data = random_blocks(kind, 6, blocks)
+    expected = gguf.quants.dequantize(data, kind)
+    part = STORED_TYPES[kind].part(data)
+    for start, shape in (((0, 0), (6, 512)), ((2, 3), (2, 300)), ((5, 100), (1, 7))):
+        np.testing.assert_array_equal(part(Box(start, shape)), expected[Box(start, shape).index((0, 0))])
+    # The same numbers in arrays, and their products.
+    stored = StoredCodes(((Source("x", (6, 512), (0, 0), (6, 512)), part),))
+    way = stored.stored_as(512)
+    assert way is not None
+    form = FewBitsForms(by_tile=True).of(way, way.group)
+    matrix = ParamDecl((6, 512), (None, None), storage="matrix")
+    assert form is not None
+    arrays = filled(form, matrix, stored)
+    if isinstance(form, NestedGroups):  # Q4_0 and Q8_0 have scales alone
+        np.testing.assert_array_equal(decoded_arrays(form, arrays), expected)
+        assert sum(array.nbytes for array in arrays.values()) <= data.nbytes * (2.0 if "Q2" in kind.name else 1.34)
+    x = np.random.default_rng(0).normal(size=(3, 512)).astype(np.float32)
+    y = jax.jit(lambda x, arrays: form.product(x, arrays, None))(x, arrays)
+    np.testing.assert_allclose(y, x @ expected.T, rtol=1e-5, atol=1e-4)
+    # Our kernel rounds tokens, and integers up to 127 are what they are.
+    ours = FewBitsForms(Backend("cpu", host_chip()), True).of(way, way.group)
+    assert ours is not None
+    ours = ours.of_matrix(matrix)
+    assert isinstance(ours, CpuGroups) == (kind not in (Kind.Q4_1, Kind.Q5_1))
+    integers = np.random.default_rng(0).integers(-127, 128, (3, 512)).astype(np.float32)
+    integers[:, ::16] = 127
+    y = jax.jit(lambda x, arrays: ours.product(x, arrays, None))(integers, filled(ours, matrix, stored))
+    np.testing.assert_allclose(y, integers @ expected.T, rtol=1e-5, atol=1e-2)
+    if (table := ours.of_table(matrix, "float32")) is not None:
+        arrays = filled(table, matrix, stored)
+        rows = jax.jit(lambda arrays, numbers: table.look_up(arrays, numbers))(arrays, np.array([5, 1], np.int32))
+        np.testing.assert_array_equal(rows, expected[[5, 1]])
+
+
+def test_layers_of_q4_k_m_are_kept_and_answer_as_decoded(q4_k_m: Path) -> None:
+    spec = model_spec(checkpoint.read_config(q4_k_m))
+    params, plain = load(q4_k_m, BY_TILE), load(q4_k_m, Forms())
+    codes = [
+        [[form.code for _, form in layer["qkv"].form.parts] if isinstance(layer["qkv"].form, InParts) else []]
+        + [layer["down"].form.code]
+        for layer in params["layers"]
+    ]
+    assert codes == [[[], UINT4], [[], UINT4], [[UINT4, UINT6], UINT6], [[UINT4, UINT6], UINT6]]
+    chex.assert_trees_all_equal(
+        jax.tree.map(decoded, params, is_leaf=lambda node: isinstance(node, Matrix)), jax.tree.map(np.asarray, plain)
+    )
+    by_kernel = load(q4_k_m, Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True)))
+    assert isinstance(by_kernel["layers"][0]["gate_up"].form, CpuGroups)
+    assert isinstance(by_kernel["embed"].form, CodeTable)
+    trees = (params, plain, by_kernel)
+    logits, expected, ours = (jax.jit(lambda tree: dense_logits(tree, spec, [5, 6, 7]))(one) for one in trees)
+    chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=1e-5)
+    # The embedding is the LM head, too. Its rows are looked up, and numbers beyond it are those of its last row.
+    rows = jax.jit(look_up)(by_kernel["embed"], np.array([0, 7, 399, 500], np.int32))
+    np.testing.assert_array_equal(rows, np.asarray(plain["embed"])[[0, 7, 399, 399]])
+    # Tokens are rounded to eight bits.
+    assert np.abs(ours - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_devices_share_blocks_out_and_stacks_are_decoded_where_layers_differ(q4_k_m: Path) -> None:
+    params = load(q4_k_m, BY_TILE, size=2)
+    assert isinstance(params["layers"][3]["qkv"].form, InParts)
+    chex.assert_trees_all_equal(
+        jax.tree.map(decoded, params, is_leaf=lambda node: isinstance(node, Matrix)),
+        jax.tree.map(np.asarray, load(q4_k_m, Forms(), size=2)),
+    )
+    stacked = load(q4_k_m, BY_TILE, layout="stacked")["layers"]
+    assert {name for name, node in stacked.items() if isinstance(node, Matrix)} == {"o", "gate_up"}
+
+
+def test_loading_takes_the_stored_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoded_files, "_MOST", 1 << 13)
+    monkeypatch.setattr(few_bits, "_MOST", 1 << 13)
+    path = tmp_path / "model.gguf"
+    write_q4_k_m(path, CONFIG | {"intermediate_size": 4096, "vocab_size": 300})
+    load(path, BY_TILE)  # what is compiled and imported once
+    tracemalloc.start()
+    try:
+        params = load(path, BY_TILE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(params["layers"][0]["down"], Matrix)
+    assert peak < 1.1 * path.stat().st_size
+
+
+@pytest.mark.parametrize("has_mins", [False, True])
+def test_new_weights_are_rounded_to_the_nearest(has_mins: bool) -> None:
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 512)), jnp.float32).at[0, 3].set(0)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    form = NestedGroups(UINT4 if has_mins else UINT6, 32, "int8", False, 1, 256, has_mins)
+    decls = form.declare(ParamDecl(matrix.shape, (None, None, None), storage="matrix"))
+    arrays = form.keep(matrix, dict.fromkeys(decls, place))
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
+        name: (decl.shape, decl.dtype_in("float32")) for name, decl in decls.items()
+    }
+    steps = np.repeat(np.asarray(arrays["scales"], np.float32), 32, -1) * np.repeat(
+        np.asarray(arrays["factors"], np.float32), 256, -1
+    )
+    away = np.abs(decoded_arrays(form, arrays) - np.asarray(matrix))
+    assert (away[1] < 0.75 * steps[1]).all() and away.max() < 0.3  # half a step, and what scales are rounded by
+    assert not away[0, 3].any()
