@@ -38,6 +38,7 @@ from tests.models.published.test_stored_bits import load
 # Layers 0 and 1 have values and down projections in Q4_K, and layers 2 and 3 in Q6_K.
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
+    "tie_word_embeddings": True,
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "head_dim": 64,
