@@ -56,10 +56,10 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class ByElement:
-    """A function that fills with a value for each element, and is told how to find one for each group sooner.
+    """Fills with a value for each element, and finds one for each group without looking at all of its elements.
 
-    of_groups: a function of the size of groups that returns what fills with one value for each group, or None where
-        each element must be looked at
+    `of_groups` is called with the size of groups, and returns the function that fills with one value for each. Where it
+    returns None, the elements must be looked at.
     """
 
     of_elements: Fill
