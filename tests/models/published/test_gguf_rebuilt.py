@@ -22,9 +22,7 @@ from jaxvllm.models.published.gguf_tensors import GgufTensors
 from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
 from jaxvllm.models.tiling import Box
 from jaxvllm.models.weight_names import Source
-from tests.gguf_cases import CASES, Case, Config, Tensors, add_latent_before_next, as_written, folded, written
-from tests.gguf_files import sized
-from tests.models.dense import dense_logits
+from tests.gguf_cases import CASES, Case, Config, Tensors, add_latent_before_next, as_written, written
 from tests.models.published.written import write_model
 
 
@@ -171,32 +169,6 @@ def test_a_list_of_another_length_than_the_layers_is_refused(
 
 def case_of(fixture: str, **changes: Any) -> Case:
     return replace(next(case for case in CASES if case.fixture == fixture), **changes)
-
-
-def test_the_weights_of_falcon_h1_have_its_multipliers(tmp_path: Path) -> None:
-    case, path = case_of("falcon_h1", changes={}, stated={"embedding_multiplier": None}), tmp_path / "model.gguf"
-    own, _ = as_written(case)
-    multipliers = {key: value for key, value in own.config.items() if "multiplier" in key}
-    # Weights times powers of 2 are rounded as they are without.
-    powers = {
-        key: [2.0 ** round(np.log2(of) + n % 2) for n, of in enumerate(value)]
-        if isinstance(value, list)
-        else 2.0 ** round(np.log2(value) - 0.6)
-        for key, value in multipliers.items()
-    }
-    config = own.config | powers | {"num_hidden_layers": 1, "mamba_norm_before_gate": False, "time_step_limit": None}
-    shapes = {name: shape for name, shape in own.shapes.items() if ".layers." not in name or ".layers.0." in name}
-    fixture = replace(own, config=config, shapes=shapes)
-    weights = written(case, fixture, sized(fixture), path)
-    plain = {name: data / folded(name, np.ones_like(data), config) for name, data in weights.items()}
-    specs = (model_spec(checkpoint.read_config(path)), model_spec(config))
-    paths = (path, write_model(tmp_path / "plain", config, plain))
-    logits = [
-        dense_logits(checkpoint.load(where, spec, dtype=jnp.float32, layout="separate"), spec, fixture.prompts[2])
-        for where, spec in zip(paths, specs, strict=True)
-    ]
-    assert np.ptp(logits[1]) > 1
-    np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
 
 
 def test_tensors_tell_which_layers_have_experts_or_an_index(tmp_path: Path) -> None:
