@@ -19,7 +19,7 @@ from pallas_kernels.cpu.host import check_features, host_chip
 from pallas_kernels.cpu.machine_code import compile_handler
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
-from pallas_kernels.cpu.vectors import exp, sums, tanh
+from pallas_kernels.cpu.vectors import exp, exp2, sums, tanh
 from pallas_kernels.grouped_matmul.cpu import counting_sort, largest_of_rows
 from pallas_kernels.packed_matmul.kernel import grouped_packed_matmul
 from pallas_kernels.packed_matmul.packing import pack_words
@@ -41,6 +41,10 @@ def exponential(e: Emitter, frame: Frame) -> None:
     elementwise(e, frame, lambda e, x: exp(x))
 
 
+def power_of_two(e: Emitter, frame: Frame) -> None:
+    elementwise(e, frame, lambda e, x: exp2(x))
+
+
 def hyperbolic(e: Emitter, frame: Frame) -> None:
     elementwise(e, frame, lambda e, x: tanh(x))
 
@@ -57,6 +61,14 @@ def test_exp(lanes: int) -> None:
     result, expected = run(exponential, x, lanes), np.exp(np.maximum(x, -87).astype(np.float64))
     assert (np.abs(result - expected) / expected).max() < 3e-7
     assert np.isnan(run(exponential, np.full(16, np.nan, np.float32), lanes)).all()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_exp2(lanes: int) -> None:
+    x = np.linspace(-126, 127, 4096, dtype=np.float32)
+    assert np.abs(run(power_of_two, x, lanes) / np.exp2(x.astype(np.float64)) - 1).max() < 3e-7
+    others = np.asarray([-1e30, -np.inf, -127, 0, np.nan] * 16, np.float32)
+    np.testing.assert_array_equal(run(power_of_two, others, lanes), [0, 0, 0, 1, np.nan] * 16)
 
 
 @pytest.mark.parametrize("lanes", LANES)

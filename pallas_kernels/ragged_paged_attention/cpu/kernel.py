@@ -18,7 +18,7 @@ from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, O
 from pallas_kernels.ragged_paged_attention.cpu.softmax import MASKED, NO_PEAK, weigh_functions
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
-FEW = 8  # so many queries read values where they are; more of them read a packed copy
+FEW = 16  # so many queries read values where they are; more of them read a packed copy
 _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first query
 
 

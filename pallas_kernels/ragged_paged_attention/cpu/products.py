@@ -1,8 +1,8 @@
 """The products of attention on CPU, each a function of machine code.
 
 The operands of an item lie in units of 4 bytes, each a float32 or a pair of bfloat16: two neighbours in a key, or the
-same place of two values one behind the other. Sums are of float32. The products take a few queries at a time, so that
-their sums stay in registers, and there is a function for each such number.
+same place of the values of two tokens that follow each other. Sums are of float32. The products take a few queries at a
+time, so that their sums stay in registers, and there is a function for each such number.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Products:
             _pack_pairs(e) if operands.in_pairs else _pack(e, operands.kv_dtype),
             {n: _dots(e, n, operands) for n in sizes},
             {n: _values(e, n, operands) for n in sizes},
-            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes if n <= 4},
+            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
         )
 
 
