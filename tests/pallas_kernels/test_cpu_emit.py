@@ -21,6 +21,8 @@ from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp, exp2, sums, tanh
 from pallas_kernels.grouped_matmul.cpu import counting_sort, largest_of_rows
+from pallas_kernels.packed_matmul.kernel import grouped_packed_matmul
+from pallas_kernels.packed_matmul.packing import pack_words
 from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
 from pallas_kernels.small_matmul.kernel import matmul
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
@@ -165,6 +167,10 @@ def test_many_threads_call_at_once() -> None:
             np.testing.assert_array_equal(result.view(np.int64).reshape(-1), expected)
 
 
+def compiled(kernel: Callable[..., None], options: tuple[str, ...], chip: CpuChip) -> bytes:
+    return compile_handler("handler", lambda e, frame: kernel(e, frame, *options), chip)
+
+
 @pytest.mark.parametrize(
     ("triple", "name", "features", "machine"),
     [
@@ -179,17 +185,22 @@ def test_the_kernels_compile_for_machines_that_are_not_here(
 ) -> None:
     chip = CpuChip(name=name, triple=triple, features=features)
     check_features(chip)
+    kernels: list[tuple[Callable[..., None], tuple[str, ...]]] = [
+        (largest_of_rows, ()),
+        (counting_sort, ()),
+        (pack_words, ("float32",)),
+    ]
     for dtype in ("float32", "bfloat16"):
-        for kernel, dtypes in (
+        kernels += [
             (attention, (dtype, dtype, "by-head")),
             (attention, (dtype, "float8_e4m3fn", "by-token")),
             (matmul, (dtype, "float32", dtype)),
             (matmul, (dtype, "float32", "int8")),
-            (largest_of_rows, ()),
-            (counting_sort, ()),
-        ):
-            code = compile_handler("handler", lambda e, f, k=kernel, d=dtypes: k(e, f, *d), chip)
-            assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == machine
+            (grouped_packed_matmul, (dtype, dtype, "silu")),
+        ]
+    for kernel, options in kernels:
+        code = compiled(kernel, options, chip)
+        assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == machine
 
 
 def test_machines_without_kernels_are_named() -> None:
