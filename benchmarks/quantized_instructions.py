@@ -122,7 +122,7 @@ def count(name: str, tools: Path) -> dict[str, dict[str, Any]]:
         for case in SERVING:
             ptx = directory / "ptx" / f"{case.name}.ptx"
             x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16)  # type: ignore[no-untyped-call]
-            tiles = choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
+            tiles = choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, case.scale_dtype, 1, chip)
             if tiles is None or not ptx.is_file():
                 continue
             # A stage has `line` bytes of codes of each row, and a part of its scales and zeros.

@@ -94,7 +94,7 @@ def products(pattern: str = ".") -> Facts:
         code, layers = case.code, layers_for(case.num_bytes)
         tiles = choose_tiles(
             jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16),  # type: ignore[no-untyped-call]
-            (case.size_out, case.size_in), code, case.group, 1, chip,
+            (case.size_out, case.size_in), code, case.group, case.scale_dtype, 1, chip,
         )  # fmt: skip
         if tiles is None:
             return {"problem": "left to XLA"}

@@ -26,6 +26,9 @@ class Case:
     changes: Mapping[str, Any]
     stated: Mapping[str, Any] = field(default_factory=dict)  # what the converter writes instead
     more: Callable[[gguf.GGUFWriter, Config], None] = lambda *_: None
+    folded: Callable[[str, np.ndarray, Config], np.ndarray] = lambda _, data, __: (
+        data
+    )  # with what the config multiplies
 
 
 def latent(name: str, data: np.ndarray, config: Config) -> Tensors | None:
@@ -246,7 +249,115 @@ def add_nemotron_h(writer: gguf.GGUFWriter, config: Config) -> None:
     add_next_layer(writer, config, "post_attention_norm", "attn_q")
 
 
+def add_mamba2(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["num_heads"]
+    writer.add_feed_forward_length(0)
+    writer.add_ssm_group_count(config["n_groups"])
+    add_scan(writer, heads * config["head_dim"], heads, config["state_size"], config["conv_kernel"])
+
+
+def mamba(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    """Mamba in any model."""
+    if name.endswith("A_log"):
+        return {"ssm_a": -np.exp(data)}
+    return {"ssm_conv1d.weight": data[:, 0]} if name.endswith("conv1d.weight") else None
+
+
+def add_scan(writer: gguf.GGUFWriter, width: int, rank: int, state: int, kernel: int) -> None:
+    writer.add_ssm_inner_size(width)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_conv_kernel(kernel)
+
+
+def add_mamba(writer: gguf.GGUFWriter, config: Config) -> None:
+    hidden, is_falcon = config["hidden_size"], config["model_type"] == "falcon_mamba"
+    width, rank = (config["intermediate_size"], hidden // 16) if is_falcon else (3 * hidden, config["time_step_rank"])
+    writer.add_feed_forward_length(0)
+    writer.add_ssm_dt_b_c_rms(is_falcon)
+    add_scan(writer, width, rank, config["state_size"], config["conv_kernel"])
+
+
+def add_jamba(writer: gguf.GGUFWriter, config: Config) -> None:
+    add_scan(
+        writer, 2 * config["hidden_size"], config["mamba_dt_rank"], config["mamba_d_state"], config["mamba_d_conv"]
+    )
+
+
+def folded(name: str, data: np.ndarray, config: Config) -> np.ndarray:
+    """A weight of Falcon-H1 times its multipliers, which files do not have."""
+    gates, x, b, c, steps = config["ssm_multipliers"]
+    width, of_groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = (width, width, of_groups, of_groups, config["mamba_n_heads"])
+    into, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors: dict[str, Any] = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config["key_multiplier"] * into,
+        "q_proj": into,
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * np.repeat((gates, x, b, c, steps), sizes)[:, None],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    return data * np.float32(factors.get(name.split(".")[-2], 1))
+
+
+def add_falcon_h1(writer: gguf.GGUFWriter, config: Config) -> None:
+    heads = config["mamba_n_heads"]
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    add_scan(writer, config["mamba_d_ssm"], heads, config["mamba_d_state"], config["mamba_d_conv"])
+
+
+def apertus(name: str, data: np.ndarray, _: Config) -> Tensors | None:
+    return {} if ".act_fn." in name else None
+
+
+def add_apertus(writer: gguf.GGUFWriter, config: Config) -> None:
+    weights = Fixture.load("apertus").weights()
+    for number in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [weights[f"model.layers.{n}.mlp.act_fn.{number}"].item() for n in range(config["num_hidden_layers"])]
+        writer.add_array(f"xielu.{number}", values)
+
+
+def kimi_linear(name: str, data: np.ndarray, config: Config) -> Tensors | None:
+    _, _, own = name.partition("self_attn.")
+    if own.endswith("conv1d.weight"):
+        # Quantized files have one axis less.
+        return {f"ssm_conv1d_{own[0]}.weight": data[None] if own[0] == "q" else data}
+    if own == "A_log":
+        return {"ssm_a": -np.exp(data)}
+    return {"ssm_dt.bias": data} if own == "dt_bias" else latent(name, data, config)
+
+
+def add_kimi_linear(writer: gguf.GGUFWriter, config: Config) -> None:
+    add_latent(writer, config)
+    del writer.kv_data[0]["kimi-linear.attention.value_length"]
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_ssm_conv_kernel(config["linear_attn_config"]["short_conv_kernel_size"])
+    writer.add_kda_head_dim(config["linear_attn_config"]["head_dim"])
+
+
+def add_glm_dsa(writer: gguf.GGUFWriter, config: Config) -> None:
+    add_latent_before_next(writer, config)
+    writer.add_array("glm-dsa.attention.indexer.types", [kind == "full" for kind in config["indexer_types"]])
+
+
 NO_LIMIT = {"time_step_limit": None, "time_step_min": None}
+# Of models without attention the converter writes an arbitrary length, and no heads.
+STATES = {"num_attention_heads": 0, "max_position_embeddings": 2**20, "rms_norm_eps": 1e-4}
+PLAIN = {
+    **{f"{key}_multiplier": 1.0 for key in ("lm_head", "embedding", "key", "attention_in", "attention_out")},
+    **{f"ssm_{key}_multiplier": 1.0 for key in ("in", "out")},
+    "mlp_multipliers": [1.0, 1.0],
+    "ssm_multipliers": [1.0] * 5,
+    "mamba_norm_before_gate": False,
+    "time_step_limit": None,
+}
+ONE_GROUP = {"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True}
+SOME_INDEXED = {"index_topk_pattern": None, "indexer_types": ["full", "full", "shared", "shared"]}
 SHORT = {"rms_norm_eps": 1e-5, "conv_L_cache": 3}
 WITHOUT_LAST = {"num_hidden_layers": 6, "hybrid_override_pattern": "MEM*EM"}
 NEMOTRON = {
@@ -297,6 +408,22 @@ CASES = (
     Case("granitemoehybrid-dense", mamba2, {}, {"num_key_value_heads": [0, 2, 0, 2]}, add_granite_hybrid),
     Case("lfm2_moe", lfm2_moe, {"norm_eps": 1e-5}, {"num_key_value_heads": [0, 2, 0, 2], **SHORT}, add_sigmoid),
     Case("nemotron_h", mamba2, NO_LIMIT | WITHOUT_LAST, NEMOTRON, add_nemotron_h),
+    Case("mamba2", mamba2, NO_LIMIT, STATES, add_mamba2),
+    Case("mamba", mamba, {}, STATES, add_mamba),
+    Case("falcon_mamba", mamba, {"mixer_rms_eps": None}, STATES, add_mamba),
+    Case("jamba", mamba, {}, {"num_key_value_heads": [0, 2, 0, 2]}, add_jamba),
+    Case("falcon_h1", mamba2, PLAIN, {}, add_falcon_h1, folded),
+    Case("falcon_h1-norm", mamba2, PLAIN, {}, add_falcon_h1, folded),
+    Case("apertus", apertus, {"rope_parameters": {"rope_type": "default"}}, {}, add_apertus),
+    Case(
+        "kimi_linear",
+        kimi_linear,
+        ONE_GROUP,
+        {"max_position_embeddings": 128, "num_key_value_heads": [0, 1, 0, 1]},
+        add_kimi_linear,
+    ),
+    Case("deepseek_v32", latent, {"norm_topk_prob": True}, more=add_latent_before_next),
+    Case("glm_moe_dsa", latent, {"norm_topk_prob": True, **SOME_INDEXED}, more=add_glm_dsa),
     Case("hunyuan_moe", lambda *_: None, {}, more=add_hunyuan),
     Case("lfm2", lfm2, {}, {"intermediate_size": 96, "num_key_value_heads": [0, 0, 2, 0, 2], "rms_norm_eps": 1e-4}),
     Case("llama4", llama4, {"rope_parameters": None, "attn_scale": None, **FLAT}, more=add_llama4),
@@ -332,7 +459,8 @@ def written(case: Case, fixture: Fixture, config: Config, path: Path) -> dict[st
     usual: dict[str, np.ndarray] = {}
     kept: dict[str, np.ndarray] = {}
     parts: dict[str, list[np.ndarray]] = {}
-    for name, data in fixture.weights().items():
+    for name, whole in fixture.weights().items():
+        data = case.folded(name, whole, fixture.config)
         own = case.in_file(name, data, config)
         if own is None:
             usual[name] = data

@@ -25,6 +25,16 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": gguf.MODEL_ARCH.COHERE2,
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    # Its own name is newer than the package, and its tensors have the names of GLM's.
+    "DeepseekV32ForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
+    "GlmMoeDsaForCausalLM": gguf.MODEL_ARCH.GLM_DSA,
+    "KimiLinearForCausalLM": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "MambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
+    "FalconMambaForCausalLM": gguf.MODEL_ARCH.MAMBA,
+    "Mamba2ForCausalLM": gguf.MODEL_ARCH.MAMBA2,
+    "JambaForCausalLM": gguf.MODEL_ARCH.JAMBA,
+    "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
+    "ApertusForCausalLM": gguf.MODEL_ARCH.APERTUS,
     "Llama4ForCausalLM": gguf.MODEL_ARCH.LLAMA4,
     "Starcoder2ForCausalLM": gguf.MODEL_ARCH.STARCODER2,
     "GemmaForCausalLM": gguf.MODEL_ARCH.GEMMA,
@@ -93,7 +103,8 @@ def write_gguf(
     extra: tensors that only the file has
     """
     architecture = architecture or ARCHITECTURES[config["architectures"][0]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], **options)
+    is_newer = config["architectures"][0] == "DeepseekV32ForCausalLM"
+    writer = gguf.GGUFWriter(path, "deepseek32" if is_newer else gguf.MODEL_ARCH_NAMES[architecture], **options)
     _add_config(writer, config)
     more(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
@@ -119,18 +130,19 @@ def write_gguf(
 
 def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_size = config.get("head_dim", hidden // heads)
+    head_size = config.get("head_dim", hidden // max(heads, 1))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(int(head_size * config.get("partial_rotary_factor", 1)))
-    if "head_dim" in config:
+    if heads:  # others keep states alone
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_rope_dimension_count(int(head_size * config.get("partial_rotary_factor", 1)))
+    if heads and "head_dim" in config:
         writer.add_key_length(head_size)
         writer.add_value_length(head_size)
     for key, add in (
@@ -179,6 +191,9 @@ def _add_config(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         ("hidden_size_per_layer_input", writer.add_embedding_length_per_layer_input),
         ("num_kv_shared_layers", writer.add_shared_kv_layers),
         ("q_lora_rank", writer.add_q_lora_rank),
+        ("index_n_heads", writer.add_indexer_head_count),
+        ("index_head_dim", writer.add_indexer_key_length),
+        ("index_topk", writer.add_indexer_top_k),
     ):
         if config.get(key) is not None:
             add(config[key])

@@ -40,7 +40,7 @@ from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.chips import Chip, TpuChip
+from pallas_kernels.chips import Chip, GpuChip, TpuChip
 from pallas_kernels.grouped_matmul.cases import SERVING as EXPERTS_SERVING
 from pallas_kernels.grouped_matmul.cases import GroupedCase
 from pallas_kernels.linear_attention.cases import (
@@ -240,7 +240,7 @@ LATENT = StepModel(
     mixed_tokens=256,
 )
 LATENT_FORMS = ("decode", "mixed")
-# The layers of Llama 3 70B in int4, whose smallest matrix takes 128 MiB in 16 bits, and 32 as it is.
+# The layers of Llama 3 70B, whose smallest matrix takes 128 MiB in 16 bits, 32 in int4, and 64 in FP8.
 QUANTIZED_FORMS = ("decode", "mixed")
 # The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
 REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
@@ -294,7 +294,13 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
     )
     if backend != REFERENCE:
-        wide += tuple(_step_program(WIDE, form, backend, MeshShape(1, 1), "int4") for form in QUANTIZED_FORMS)
+        # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
+        quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
+        wide += tuple(
+            _step_program(WIDE, form, backend, MeshShape(1, 1), quantization)
+            for quantization in quantizations
+            for form in QUANTIZED_FORMS
+        )
     if backend != REFERENCE:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
@@ -310,7 +316,9 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
         return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
 
-    pages = pool(POOL_BYTES // _num_bytes(pool(1)))
+    # Scales of latents are a small part of their pages, and even all of them must not fit the VMEM of a TPU.
+    pool_bytes = 12 * POOL_BYTES if case.by_token and case.latent_size else POOL_BYTES
+    pages = pool(pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         return _compile_attention(case, pages, backend, mesh)

@@ -16,8 +16,11 @@ from jaxvllm.models.forms.choice import MatrixKey
 from jaxvllm.models.forms.few_bits import Elements, FewBits
 from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, first_layer, most
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, spread_boxes, tiled
+from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, by_threads, spread_boxes, tiled
 from sharding.placement import place
+
+# Threads put so many elements of what is stored in order. Most of it is NumPy's, without Python's lock.
+_PIECE = 1 << 19
 
 # Returns how an array, or a stack of layers, is split over devices.
 ShardingOf = Callable[[ParamDecl], NamedSharding]
@@ -70,7 +73,8 @@ def read_stored(
         fills, decls = form.fills(whole, elements), form.declare(whole)
         for part in _parts(whole, layout, layer):
             arrays = {
-                key: _read(fills[key], decl, part, decl.dtype_in(dtype), sharding_of) for key, decl in decls.items()
+                key: _read(by_threads(fills[key], _PIECE), decl, part, decl.dtype_in(dtype), sharding_of)
+                for key, decl in decls.items()
             }
             yield Matrix(form, arrays)
 

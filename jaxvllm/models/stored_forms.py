@@ -130,7 +130,7 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
     if whole.shape[-1] != decl.shape[-1]:
         boxes = spread_boxes(decl, whole)
         moves = [number for box, origin in boxes for number in (box.start[-1], box.shape[-1], origin[-1])]
-    if moves or group is not None:
+    if moves or (group is not None and not forms.fills_groups_up):
         group = math.gcd(inputs, *moves, group or 0)
     if stored.span is not None:
         stored = replace(stored, span=math.gcd(inputs, *moves, stored.span))
@@ -138,4 +138,4 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
         return None
     form = forms.of(stored, group, of_experts=whole.storage == "experts")
     form = None if form is None else form.of_matrix(whole)
-    return form if form is not None and form.takes(inputs) else None
+    return form if form is not None and form.takes(whole) else None

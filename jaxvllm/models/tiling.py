@@ -3,12 +3,15 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxvllm.cores import num_cores
 from jaxvllm.models.declaration import ParamDecl
 
+_MOST_THREADS = 8
 # `fill(out, start)` writes into `out` the part of an array that begins at `start` and is shaped like `out`.
 Fill = Callable[[np.ndarray, tuple[int, ...]], None]
 
@@ -146,6 +149,21 @@ def tiled(tiles: Sequence[Tile]) -> Fill:
                 tile.fill(out[common.index(start)], common.moved(offset).start)
 
     return fill
+
+
+def by_threads(fill: Fill, piece: int) -> Fill:
+    """Returns the function that lets threads fill pieces of so many elements, as many as there are cores, 8 at most."""
+
+    def in_pieces(out: np.ndarray, start: tuple[int, ...]) -> None:
+        pieces = list(Box(start, out.shape).pieces(piece))
+        if len(pieces) == 1:  # starting a thread takes as long as decoding 100,000 numbers
+            fill(out, start)
+            return
+        with ThreadPoolExecutor(min(_MOST_THREADS, num_cores(), len(pieces))) as threads:
+            # `list` raises what a thread has raised.
+            list(threads.map(lambda box: fill(out[box.index(start)], box.start), pieces))
+
+    return in_pieces
 
 
 def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ class QuantizedCase:
     @property
     def num_bytes(self) -> int:
         """The bytes of all codes, scales and zeros, which a product must read."""
-        scale = {"float8_e8m0fnu": 1, "bfloat16": 2, "float16": 2, "float32": 4}[self.scale_dtype]
+        scale = {"float8_e8m0fnu": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}[self.scale_dtype]
         of_groups = self.num_groups * (scale + (1 if self.has_zeros else 0))
         return self.size_out * (self.size_in // self.code.per_byte + of_groups)
 
@@ -64,5 +64,6 @@ SERVING = (
     QuantizedCase("qwen3-8b-gate-up-fp8-decode-16", E4M3, 128, "float32", 16, 4096, 24576),
     QuantizedCase("llama-3-70b-eighth-down-int8-decode-16", INT8, 128, "bfloat16", 16, 3584, 8192),
     QuantizedCase("gpt-oss-20b-expert-mxfp4-decode-4", FLOAT4, 32, "float8_e8m0fnu", 4, 2880, 5760),
-    QuantizedCase("nvfp4-decode-16", FLOAT4, 16, "float32", 16, 4096, 4096),
+    QuantizedCase("nvfp4-decode-16", FLOAT4, 16, "float8_e4m3fn", 16, 4096, 4096),
+    QuantizedCase("nvfp4-prefill-2048", FLOAT4, 16, "float8_e4m3fn", 2048, 4096, 4096),
 )  # fmt: skip

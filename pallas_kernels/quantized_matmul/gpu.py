@@ -6,47 +6,24 @@ with 64 rows of the matrix. A matrix unit takes these from registers, and the ro
 the inputs of a group alone, so that the sums are multiplied by scales, in float32, and no element is rounded.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import batched
-from math import gcd
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.grouped_matmul.gpu import (
-    ALIGNMENT,
-    SWIZZLES,
-    drain,
-    in_turn,
-    plan_visits,
-    store_rows,
-    visits_of_one,
-)
-from pallas_kernels.mosaic_gpu import (
-    TILE,
-    MatrixUnit,
-    Ref,
-    barriers,
-    fetch_in,
-    interpretation,
-    matrix_unit_of,
-    swizzled,
-)
+from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, drain, in_turn, plan_visits, visits_of_one
+from pallas_kernels.mosaic_gpu import Ref, fetch_in, interpretation, matrix_unit_of
 from pallas_kernels.quantized_matmul.code import Code
+from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles
-from pallas_kernels.quantized_matmul.registers import WORD_BYTES, Registers, twice
+from pallas_kernels.quantized_matmul.registers import RowPanels, twice
 
 # A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
 THREADS = HALVES + 1
-# The sums of a thread in the parts of a stage that are multiplied before any is scaled.
-MOST_SUMS = 64
 
 
 def quantized_matmul(
@@ -56,12 +33,15 @@ def quantized_matmul(
     zeros: jax.Array | None,
     starts: jax.Array | None,
     first: jax.Array | int = 0,
+    row_scales: jax.Array | None = None,
+    sizes: jax.Array | None = None,
     *,
     code: Code,
     scale_dtype: str,
     dtype: jnp.dtype,
     tiles: QuantizedTiles,
     chip: GpuChip,
+    panels: int = 1,
     interpret: bool = False,
 ) -> jax.Array:
     """Multiplies each row of x [N, in] by matrix `first` + g, where g is its group: [N, out] in `dtype`.
@@ -72,23 +52,33 @@ def quantized_matmul(
     zeros  # like scales, integers of eight bits; None: the number that stands for 0 where a matrix says none
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary.
     None: all rows are of one group
+    row_scales  # f32[matrices, out, 1]: each row of a matrix is multiplied by its own, too, if they are given
+    sizes  # f32[N], of rows x in the dtype of `code`, which are multiplied by them. A matrix unit multiplies codes
+    then, and `scales` are not read.
 
-    An element of a matrix is (code - zero) * scale, and none is rounded. Sums are in float32. A code that is no finite
-    number counts as a number beyond the largest one. But E5M2 has the exponents of float16, where infinity and NaN stay
-    what they are. `tiles` are those of `choose_tiles`. Starts that do not rise, and matrices that are not there, are
-    not detected.
+    A matrix has `panels` of as many rows each. Codes may have more rows at the end of each panel, which scales and the
+    result lack.
+
+    An element of a matrix is (code - zero) * scale, and none is rounded. E2M1 may have scales in E4M3 for groups of 16.
+    Sums are in float32. A code that is no finite number counts as a number beyond the largest one. But E5M2 has the
+    exponents of float16, where infinity and NaN stay what they are. `tiles` are those of `choose_tiles`. Starts that do
+    not rise, and matrices that are not there, are not detected.
     """
     num_rows, size = x.shape
+    if scales.dtype.itemsize == 1:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_matrices, num_columns, _ = codes.shape
     build = QuantizedProduct(
         tiles,
         code,
         scale_dtype,
         zeros is not None,
+        row_scales is not None,
         x.dtype,
         size,
         size // scales.shape[-1],
         num_columns,
+        RowPanels(num_columns // panels, scales.shape[1] // panels),
         matrix_unit_of(chip),
         interpret,
     )
@@ -109,6 +99,8 @@ def quantized_matmul(
         codes: Ref,
         scales: Ref,
         zeros: Ref,
+        row_scales: Ref,
+        sizes: Ref,
         visits: Ref,
         num_visits: Ref,
         first: Ref,
@@ -118,7 +110,7 @@ def quantized_matmul(
     ) -> None:
         thread = lax.axis_index("warpgroup")
 
-        def walk(work: Callable[[_QuantizedUnit, jax.Array], None]) -> jax.Array:
+        def walk(work: Callable[[QuantizedUnit, jax.Array], None]) -> jax.Array:
             """Does the CTA's units. Each is told how many stages came before. Returns how many there were in all."""
             together = num_visits[0]
 
@@ -128,7 +120,7 @@ def quantized_matmul(
                 split, block = lax.rem(part, jnp.int32(tiles.splits)), lax.div(part, jnp.int32(tiles.splits))
                 matrix, eighth, low, high = (visits[visit, i] for i in range(4))
                 # Only from this product the compiler knows that tiles begin where a copy may begin.
-                unit = _QuantizedUnit(first[0] + matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
+                unit = QuantizedUnit(first[0] + matrix, eighth * ALIGNMENT, low, high, block * build.columns, split)
                 work(unit, done)
 
             return in_turn(together * (blocks * tiles.splits), ctas, build.steps, one)
@@ -136,7 +128,7 @@ def quantized_matmul(
         @pl.when(thread < tiles.halves)
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
-            factors = _Factors(scales, zeros, tuple(masks[i] for i in range(masks.shape[0])))
+            factors = CodeFactors(scales, zeros, row_scales, sizes, tuple(masks[i] for i in range(masks.shape[0])))
             walk(lambda unit, done: build.compute(thread, unit, done, factors, out, memory))
             plgpu.wait_smem_to_gmem(0)
 
@@ -149,7 +141,7 @@ def quantized_matmul(
     out_dtype = dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     out: jax.Array = plgpu.kernel(
         kernel,
-        # Panels of 64 columns are stored whole, also those in which the matrix ends.
+        # RowPanels of 64 columns are stored whole, also those in which the matrix ends.
         out_type=jax.ShapeDtypeStruct((tiles.splits, num_rows, blocks * build.columns), out_dtype),
         scratch_types=build.memory(out_dtype),
         grid=(ctas,),
@@ -161,209 +153,15 @@ def quantized_matmul(
         kernel_name="quantized_matmul",
     )(
         x,
-        lax.bitcast_convert_type(codes, jnp.uint8),
+        lax.bitcast_convert_type(codes, code.dtype if build.is_of_codes else jnp.uint8),
         scales,
         scales if zeros is None else zeros,
+        scales if row_scales is None else row_scales,
+        scales if sizes is None else jnp.pad(sizes, (0, -num_rows % tiles.tokens)),
         visits,
         num_visits,
         jnp.asarray(first, jnp.int32).reshape(1),
         jnp.array([twice(mask) for mask in build.registers.masks]),
     )
-    return out.sum(0).astype(dtype)[:, :num_columns]
-
-
-class _QuantizedUnit(NamedTuple):
-    """Rows low .. high - 1 of the tile that begins at row `tile`, times the matrix's rows from `column` on, in part."""
-
-    matrix: jax.Array
-    tile: jax.Array
-    low: jax.Array
-    high: jax.Array
-    column: jax.Array
-    split: jax.Array
-
-
-class _Factors(NamedTuple):
-    """The scales and zeros of codes in global memory, and the masks that decode them in registers."""
-
-    scales: Ref
-    zeros: Ref
-    masks: tuple[jax.Array, ...]
-
-
-@dataclass(frozen=True)
-class QuantizedProduct:
-    """The work of a CTA's warps on one unit, with everything that is known when compiling."""
-
-    tiles: QuantizedTiles
-    code: Code
-    scale_dtype: str
-    has_zeros: bool
-    dtype: jnp.dtype  # of x
-    size: int  # of the rows of x and of the matrices
-    group: int  # inputs that share a scale
-    num_columns: int  # of the result
-    matrix_unit: MatrixUnit
-    interpret: bool
-
-    @property
-    def columns(self) -> int:
-        """The number of rows of a matrix that a unit multiplies by."""
-        return self.tiles.halves * TILE
-
-    @property
-    def inputs(self) -> int:
-        """The number of inputs of a stage."""
-        return self.tiles.line * self.code.per_byte
-
-    @property
-    def unit(self) -> int:
-        """The number of inputs that are added up before they are scaled, all of one group."""
-        return gcd(self.group, self.inputs)
-
-    @property
-    def registers(self) -> Registers:
-        """The operands that a warpgroup makes of codes in its registers."""
-        return Registers(self.code, self.dtype, self.matrix_unit, self.interpret)
-
-    @property
-    def steps(self) -> int:
-        """The number of stages of a unit of work. The copy engine fills what comes after the last input with zeros."""
-        return pl.cdiv(pl.cdiv(self.size, self.inputs), self.tiles.splits)
-
-    def memory(self, out_dtype: jnp.dtype) -> dict[str, Any]:
-        """Returns the kernel's shared memory."""
-        stages, row_bytes = self.tiles.stages, self.size // self.code.per_byte
-        lanes = next(lanes for lanes in SWIZZLES if self.size % lanes == 0 and self.unit % lanes == 0)
-        of_codes = next(lanes for lanes in (self.tiles.line, *SWIZZLES) if row_bytes % lanes == 0)
-        return {
-            "rows": swizzled((stages, self.tiles.tokens, self.inputs), self.dtype, lanes),
-            "matrices": swizzled((stages, self.columns, self.tiles.line), jnp.dtype(jnp.uint8), of_codes),
-            "staging": plgpu.SMEM((self.tiles.halves, self.tiles.tokens, TILE), out_dtype),
-            "here": barriers(2, stages),
-            "free": barriers(self.tiles.halves, stages),
-        }
-
-    def reordered(self, x: jax.Array) -> jax.Array:
-        """Returns x [N, in] with its columns in the order in which registers give those of the matrix to a matrix unit.
-
-        Four threads have a row of the matrix, each a word of consecutive codes. The matrix unit wants two numbers of
-        each thread, then the next two. `Registers.decoded` gives those that are half a word apart.
-        """
-        pairs = WORD_BYTES * self.code.per_byte // 2
-        order = x.reshape(len(x), -1, 4, 2, pairs).transpose(0, 1, 4, 2, 3)
-        return order.reshape(x.shape)
-
-    def fetch(self, unit: _QuantizedUnit, done: jax.Array, x: Ref, codes: Ref, memory: dict[str, Ref]) -> None:
-        """Copies the rows and the codes of a unit into the stages, each as soon as it is free."""
-
-        @pl.loop(0, self.steps)
-        def _(step: jax.Array) -> None:
-            slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
-            here, number = memory["here"].at[slot], unit.split * self.steps + step
-
-            @pl.when(done + step >= self.tiles.stages)
-            def _() -> None:
-                plgpu.barrier_wait(memory["free"].at[slot])
-
-            source = codes.at[
-                unit.matrix, pl.ds(unit.column, self.columns), pl.ds(number * self.tiles.line, self.tiles.line)
-            ]
-            plgpu.copy_gmem_to_smem(source, memory["matrices"].at[slot], here)
-            source = x.at[pl.ds(unit.tile, self.tiles.tokens), pl.ds(number * self.inputs, self.inputs)]
-            plgpu.copy_gmem_to_smem(source, memory["rows"].at[slot], here)
-
-    def compute(
-        self,
-        half: jax.Array,
-        unit: _QuantizedUnit,
-        done: jax.Array,
-        factors: _Factors,
-        out: Ref,
-        memory: dict[str, Ref],
-    ) -> None:
-        """Multiplies the rows of a unit by a warpgroup's 64 rows of the matrix, and stores the results into out."""
-        column, first = unit.column + half * TILE, unit.split * self.steps
-
-        def of_groups(ref: Ref, step: jax.Array) -> tuple[jax.Array, ...]:
-            """Loads what the groups of a stage have, [64] for each part of the stage that is added up alone."""
-            begins = range(0, self.inputs, self.unit)
-            if self.group == self.unit:
-                return self.registers.row_values(ref, unit.matrix, column, step * len(begins), len(begins))
-            groups = [lax.div(step * self.inputs + begin, jnp.int32(self.group)) for begin in begins]
-            return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
-
-        def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-            return of_groups(factors.scales, step), of_groups(factors.zeros, step) if self.has_zeros else ()
-
-        def multiply(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-            (scales, zeros), total = carry
-            later = of_stage(first + jnp.minimum(step + 1, self.steps - 1))  # under way while this stage is computed
-            slot = lax.rem(done + step, jnp.int32(self.tiles.stages))
-            plgpu.barrier_wait(memory["here"].at[slot])
-            words = self.registers.words(memory["matrices"].at[slot, pl.ds(half * TILE, TILE)])
-            total = self._plus(total, words, memory["rows"].at[slot], scales, zeros, factors.masks)
-            plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
-            plgpu.barrier_arrive(memory["free"].at[slot])
-            return later, total
-
-        total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
-        _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), total))
-        staging = memory["staging"].at[half]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging.transpose((1, 0))[...] = plgpu.layout_cast(total.astype(staging.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        low, high = unit.low - unit.tile, unit.high - unit.tile
-        store_rows(staging, out.at[unit.split, :, pl.ds(column, TILE)], unit.tile, low, high)
-
-    def _plus(
-        self,
-        total: jax.Array,
-        words: jax.Array,
-        rows: Ref,
-        scales: tuple[jax.Array, ...],
-        zeros: tuple[jax.Array, ...],
-        masks: tuple[jax.Array, ...],
-    ) -> jax.Array:
-        """Adds the products of a stage to total f32[64, tokens]."""
-        width = self.unit // (self.code.per_byte * WORD_BYTES)
-        for parts in batched(range(len(scales)), max(1, 2 * MOST_SUMS // self.tiles.tokens)):
-
-            def matrix(part: int) -> jax.Array:
-                of_part = words[:, part * width : (part + 1) * width]
-                return self.registers.decoded(of_part, zeros[part] if zeros else None, masks)
-
-            operands = [
-                (matrix(part), rows.at[:, pl.ds(part * self.unit, self.unit)].transpose((1, 0))) for part in parts
-            ]
-            for part, sums in zip(parts, self._products(operands), strict=True):
-                scale = _as_float(scales[part], self.scale_dtype)
-                total = total + sums * lax.broadcast_in_dim(scale, total.shape, (0,))
-        return total
-
-    def _products(self, operands: Sequence[tuple[jax.Array, Ref]]) -> list[jax.Array]:
-        """Multiplies matrices [64, K] in registers by rows [K, tokens] in shared memory: f32[64, tokens] for each."""
-        if self.interpret:  # the interpreter's matrix unit takes no registers
-            return [jnp.dot(matrix, rows[...], preferred_element_type=jnp.float32) for matrix, rows in operands]
-        shape = TILE, self.tiles.tokens
-        if self.matrix_unit == "mma":
-            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            layout = plgpu.Layout.MMA_RHS(self.dtype)
-            return [plgpu.mma(zeros, matrix, plgpu.load(rows, layout=layout)) for matrix, rows in operands]
-
-        def multiply(*sums: Ref) -> list[jax.Array]:
-            for one, (matrix, rows) in zip(sums, operands, strict=True):
-                plgpu.wgmma(one, matrix, rows)
-            plgpu.wgmma_wait(0)
-            return [one[...] for one in sums]
-
-        accumulators = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * len(operands)
-        products: list[jax.Array] = pl.run_scoped(multiply, *accumulators)
-        return products
-
-
-def _as_float(scale: jax.Array, dtype: str) -> jax.Array:
-    """Returns scales, or the bits of scales, in float32. The power 2^-127, which no number of it needs, becomes 0."""
-    if dtype != "float8_e8m0fnu":
-        return scale.astype(jnp.float32)
-    return lax.bitcast_convert_type(scale.astype(jnp.uint32) << np.uint32(23), jnp.float32)
+    result = out.sum(0).astype(dtype)[:, :num_columns].reshape(num_rows, panels, -1)
+    return result[:, :, : scales.shape[1] // panels].reshape(num_rows, -1)

@@ -1,7 +1,7 @@
 """The sizes with which `quantized_matmul.gpu` works: what it takes, and how it divides a product."""
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 import jax
 from jax.experimental import pallas as pl
@@ -10,8 +10,8 @@ from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT
 from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE
-from pallas_kernels.quantized_matmul.code import Code
-from pallas_kernels.quantized_matmul.registers import WORD_BYTES
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, Code
+from pallas_kernels.quantized_matmul.registers import FOLDED_GROUP, WORD_BYTES
 
 # The rows of x of a unit. A matrix unit takes a multiple of eight, and 128 x 64 sums, twice, are half of a thread's
 # registers: those of a group beside those of all groups before it. Where a stage has several groups, sums of the next
@@ -38,18 +38,33 @@ class QuantizedTiles:
     splits: int
 
 
-def takes_group(code: Code, group: int) -> bool:
-    """Tells whether so many inputs with one scale can be added up alone.
+def takes_group(code: Code, group: int, scale_dtype: str) -> bool:
+    """Tells whether so many inputs with one scale can be added up alone, or multiplied by it before, exactly.
 
     They consist of parts of 32 inputs, or 16 with codes of eight bits: four threads have a row, each of them a word.
     """
+    if folds(code, scale_dtype):
+        return group == FOLDED_GROUP
     return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
 
 
-def takes_inputs(code: Code, inputs: int) -> bool:
-    """Tells whether the copy engine takes rows of so many codes: 64 bytes or more, and a multiple of 32."""
-    num_bytes, rest = divmod(inputs, code.per_byte)
-    return rest == 0 and num_bytes >= HALF_LINE and num_bytes % LEAST_SWIZZLE == 0
+def folds(code: Code, scale_dtype: str) -> bool:
+    """Tells whether scales multiply numbers before the matrix unit, because their products have few enough bits."""
+    return code == FLOAT4 and scale_dtype == "float8_e4m3fn"
+
+
+def filled_inputs(code: Code, inputs: int, group: int | None) -> int:
+    """Returns how many inputs rows must have, so that the copy engine takes them: whole groups, 64 bytes or more."""
+    unit = lcm(LEAST_SWIZZLE * code.per_byte, group or 1)
+    return pl.cdiv(max(inputs, HALF_LINE * code.per_byte), unit) * unit
+
+
+def filled_rows(rows: int, is_alone: bool) -> int:
+    """Returns how many rows a matrix must have, or each of several that are multiplied as one.
+
+    The copy engine takes rows by eight: of others (385 for a head of Kimi Linear) Mosaic GPU lowers no copy.
+    """
+    return pl.cdiv(max(rows, TILE) if is_alone else rows, SWIZZLED_ROWS) * SWIZZLED_ROWS
 
 
 def choose_tiles(
@@ -57,27 +72,32 @@ def choose_tiles(
     matrix: tuple[int, int],
     code: Code,
     group: int,
+    scale_dtype: str,
     num_groups: int,
     chip: GpuChip,
 ) -> QuantizedTiles | None:
     """Returns the tiles of `quantized_matmul` for matrices [out, in], or None where it does not take dtype or sizes.
 
-    group: how many inputs have one scale
+    group: how many inputs have one scale, in `scale_dtype`
     num_groups: the groups of rows of x, each of which has a matrix
 
-    A matrix must have a multiple of 8 rows, at least 64, of at least 64 bytes of codes, a multiple of 32. The copy
-    engine takes rows by eight: of others (1,540 of an eighth of Kimi Linear) Mosaic GPU lowers no copy.
+    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, if
+    those of the matrix are, and have one scale each.
     """
     out, size = matrix
     num_bytes = size // code.per_byte
-    is_taken = out >= TILE and out % SWIZZLED_ROWS == 0 and takes_inputs(code, size) and takes_group(code, group)
-    if x.dtype.name not in KERNEL_DTYPES["gpu"] or not is_taken:
+    is_taken = out >= TILE and out % SWIZZLED_ROWS == 0 and size == filled_inputs(code, size, group)
+    is_of_codes = x.dtype.name == E4M3.name == code.name and group == size
+    if not is_taken or not (is_of_codes or x.dtype.name in KERNEL_DTYPES["gpu"]):
+        return None
+    if not takes_group(code, group, scale_dtype):
         return None
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
-    most = TOKENS[-1] if group % (HALF_LINE * code.per_byte) == 0 else MOST_WITH_GROUPS
+    is_whole = group % (HALF_LINE * code.per_byte) == 0 or folds(code, scale_dtype)
+    most = TOKENS[-1] if is_whole else MOST_WITH_GROUPS
     tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
-    line = LINE if tokens <= MOST_OF_LINES and num_bytes % LINE == 0 else HALF_LINE
+    line = LINE if (tokens <= MOST_OF_LINES or is_of_codes) and num_bytes % LINE == 0 else HALF_LINE
     halves = min(HALVES, out // TILE)
     stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
     staging = halves * TILE * tokens * 4

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import batched
 from math import gcd
 from typing import Any
 
@@ -32,6 +33,19 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _MANTISSA, _BIAS = {"bfloat16": 7, "float16": 10}, {"bfloat16": 127, "float16": 15}
 # The mantissa bits of the codes that are floats, and what is added to their exponents.
 _FLOATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "float4_e2m1fn": (1, 1)}
+# The inputs of a group whose scale multiplies its numbers: of the words of a row's four threads, two have one group.
+FOLDED_GROUP = 16
+# Numbers are so many powers of two smaller than scales make them: those that a scale of 448 made of E2M1's zeros in the
+# exponent would be beyond the largest float.
+FOLDED_EXPONENT = -8
+
+
+@dataclass(frozen=True)
+class RowPanels:
+    """The rows of each part of a matrix: codes have so many, of which the last ones may belong to no row."""
+
+    of_codes: int = 1
+    of_values: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,7 @@ class Registers:
     dtype: jnp.dtype
     matrix_unit: MatrixUnit
     interpret: bool
+    panels: RowPanels = RowPanels()
 
     @property
     def pairs(self) -> int:
@@ -76,18 +91,30 @@ class Registers:
         ptxas makes a constant anew for each instruction that has two of them, which would be 64 of 341 instructions
         of a stage of int4.
         """
+        if self.code.name == self.dtype.name:
+            return (0,)  # no code is decoded
         if self.code.name in _FLOATS:
             return 1 << 15, (1 << self._size) - 1 << self._at
         return (15,) if self.code.name == "uint4" else (255,) if _MANTISSA[self.dtype.name] >= 8 else (127, 128)
 
-    def decoded(self, words: jax.Array, zeros: jax.Array | None, masks: Sequence[jax.Array]) -> jax.Array:
+    def decoded(
+        self,
+        words: jax.Array,
+        zeros: jax.Array | None,
+        masks: Sequence[jax.Array],
+        scales: Sequence[jax.Array] = (),
+    ) -> jax.Array:
         """Returns the numbers of words u32[64, W] minus zeros [64], or minus the code's own zero: f[64, W numbers].
 
         Nothing is rounded. The columns are those of `QuantizedProduct.reordered`. `masks` are words u32[] of the half
-        words that the property says.
+        words that the property says. `scales` are words u32[64] of scales in E4M3, each of 16 inputs of E2M1, by which
+        numbers are multiplied, and by 2**-8. This is exact, too: products have six bits.
         """
         if self.code.name in _FLOATS:
-            return self._floats(words, *masks)
+            numbers = self._moved(words, *masks)
+            if scales:
+                return self._times(numbers, scales)
+            return self._raised(numbers, _BIAS[self.dtype.name] - _FLOATS[self.code.name][1])
         mantissa, bias = _MANTISSA[self.dtype.name], _BIAS[self.dtype.name]
         # The bits of a small integer are the last ones of the mantissa of this float plus the integer.
         base = 2**mantissa
@@ -117,14 +144,55 @@ class Registers:
         """The place in a half word of the last bit of the mantissa of a code that is a float."""
         return _MANTISSA[self.dtype.name] - _FLOATS[self.code.name][0]
 
-    def _floats(self, words: jax.Array, sign: jax.Array, rest: jax.Array) -> jax.Array:
+    def _moved(self, words: jax.Array, sign: jax.Array, rest: jax.Array) -> jax.Array:
         """Moves the bits of floats to where those of a wider float are, whose exponent means another power of two."""
         pairs = []
         for pair in range(self.pairs):
             # Signs are the first bits of half words.
             aligned = words << np.uint32(16 - (self._size + 1) * (pair + 1))
             pairs.append(aligned & sign | aligned >> np.uint32(15 - self._size - self._at) & rest)
-        return self._raised(self._paired(pairs), _BIAS[self.dtype.name] - _FLOATS[self.code.name][1])
+        return self._paired(pairs)
+
+    def _times(self, numbers: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+        """Multiplies moved numbers f[64, K] by the scales of their groups, which words u32[64] have, and by 2**-8."""
+        bits, bias = _FLOATS["float8_e4m3fn"]
+        exponent = _BIAS[self.dtype.name] - bias
+        raised = _BIAS[self.dtype.name] - _FLOATS[self.code.name][1]
+        to_scale = _MANTISSA[self.dtype.name] - bits
+        if self.interpret:  # XLA:CPU would take the numbers below the normal ones for zero, so these are raised first
+            each = jnp.stack([word >> np.uint32(8 * i) & 127 for word in scales for i in range(WORD_BYTES)], 1)
+            halves = lax.bitcast_convert_type((each << np.uint32(to_scale)).astype(jnp.uint16), self.dtype)
+            factors = self._raised(self._raised(halves, exponent), FOLDED_EXPONENT)
+            # Two threads have a group, which is a half of the columns of each pair.
+            by_block = factors.reshape(TILE, -1, 1, 2, 1)
+            blocks = self._raised(numbers, raised).reshape(TILE, by_block.shape[1], self.pairs, 2, 4)
+            return (blocks * by_block).reshape(numbers.shape)
+        # One power of two would be beyond the largest bfloat16.
+        whole = exponent + raised + FOLDED_EXPONENT
+        powers = [2.0**part for part in (whole // 2, whole - whole // 2)] if whole > 126 else [2.0**whole]
+
+        def spread(_: Any, *arrays: Any) -> Any:
+            c, i32 = mgpu.utils.c, ir.IntegerType.get_signless(32)
+            pair = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(self.dtype))
+            lane = arith.remui(mgpu.utils.thread_idx(), c(4, i32))
+            shift = arith.muli(arith.divui(lane, c(2, i32)), c(8, i32))
+            held = []
+            for array in arrays:  # a word has the scales of two blocks of words of codes, for both halves of rows
+                found = []
+                for word in array.registers.flat:
+                    own = arith.shrui(mgpu.utils.bitcast(word, i32), shift)
+                    own = arith.shli(arith.andi(own, c(127 << 16 | 127, i32)), c(to_scale, i32))
+                    both = mgpu.utils.bitcast(own, pair)
+                    for power in powers:
+                        both = arith.mulf(both, c(power, pair))
+                    found.append(both)
+                for block in range(2):
+                    one = [mgpu.utils.vector_slice(both, slice(block, block + 1)) for both in found]
+                    held += [mgpu.utils.vector_concat([value, value]) for value in one] * self.pairs
+            return _array(held, self.operand.to_mgpu(), numbers.shape)
+
+        result = _Held(numbers.shape, self.dtype, layout=self.operand)
+        return numbers * _inlined(spread, (ROWS,) * len(scales), result)(*scales)
 
     def _raised(self, values: jax.Array, exponent: int) -> jax.Array:
         """Multiplies by 2**exponent. XLA:CPU would take the numbers below the normal ones for zero."""
@@ -172,22 +240,44 @@ class Registers:
 
         return _inlined(spread, (ROWS,), _Held(shape, self.dtype, layout=self.operand))(values)
 
-    def row_values(
+    def row_words(
         self, ref: Ref, matrix: jax.Array, row: jax.Array, column: jax.Array, count: int
+    ) -> tuple[jax.Array, ...]:
+        """Loads the bytes of `row_values` as words u32[64], the first byte of each is the lowest."""
+        if self.interpret:
+            values = [value.astype(jnp.uint32) for value in self.row_values(ref, matrix, row, column, count)]
+            words = batched(values, WORD_BYTES)
+            return tuple(sum((word[i] << np.uint32(8 * i) for i in range(1, WORD_BYTES)), word[0]) for word in words)
+        column, count = lax.div(column, jnp.int32(WORD_BYTES)), count // WORD_BYTES
+        return self.row_values(ref, matrix, row, column, count, jnp.dtype(jnp.uint32))
+
+    def row_values(
+        self,
+        ref: Ref,
+        matrix: jax.Array,
+        row: jax.Array,
+        column: jax.Array,
+        count: int,
+        dtype: jnp.dtype | None = None,
     ) -> tuple[jax.Array, ...]:
         """Loads ref[matrix, row : row + 64, i] from global memory, [64] each, for `count` columns from `column` on.
 
-        Rows and columns that are not there are those before them.
+        Rows are counted as codes have them. Rows and columns that are not there are those before them. With a `dtype`,
+        columns are numbers of it.
         """
+        dtype = jnp.dtype(ref.dtype) if dtype is None else dtype
         _, num_rows, num_columns = ref.shape
-        together = gcd(count, num_columns, 16 // jnp.dtype(ref.dtype).itemsize)
+        num_columns = num_columns * jnp.dtype(ref.dtype).itemsize // dtype.itemsize
+        together = gcd(count, num_columns, 16 // dtype.itemsize)
         starts = [jnp.minimum(column + i, num_columns - together) for i in range(0, count, together)]
+        wide, narrow = self.panels.of_codes, self.panels.of_values
         if self.interpret:
-            first = jnp.minimum(row, num_rows - TILE)
-            at = jnp.minimum(jnp.arange(TILE) + (row - first), TILE - 1)
-            parts = [ref[matrix, pl.ds(first, TILE), pl.ds(start, together)][at] for start in starts]
+            at = row + jnp.arange(TILE)
+            at = at // wide * narrow + jnp.minimum(at % wide, narrow - 1) if wide > narrow else at
+            at = jnp.minimum(at, num_rows - 1)
+            parts = [ref[matrix, :, pl.ds(start, together)][at] for start in starts]
             return tuple(part[:, i] for part in parts for i in range(together))
-        loaded = _Held((TILE,), ref.dtype, layout=ROWS)
+        loaded = _Held((TILE,), dtype, layout=ROWS)
 
         def load(_: Any, ref: Any, scalars: tuple[Any, ...]) -> Any:
             i64 = ir.IntegerType.get_signless(64)
@@ -201,7 +291,11 @@ class Registers:
             vector, base = ir.VectorType.get((together,), element), mgpu.utils.memref_ptr(ref)
             found = []
             for half in range(2):
-                at = arith.minsi(arith.addi(own, c(8 * half, i64)), c(num_rows - 1, i64))
+                at = arith.addi(own, c(8 * half, i64))
+                if wide > narrow:
+                    within = arith.minsi(arith.remui(at, c(wide, i64)), c(narrow - 1, i64))
+                    at = arith.addi(arith.muli(arith.divui(at, c(wide, i64)), c(narrow, i64)), within)
+                at = arith.minsi(at, c(num_rows - 1, i64))
                 at = arith.muli(arith.addi(arith.muli(matrix, c(num_rows, i64)), at), c(num_columns, i64))
                 for start in starts:
                     pointer = mgpu.utils.getelementptr(base, [arith.addi(at, start)], element)

@@ -24,7 +24,6 @@ from pallas_kernels.ragged_paged_attention.sparse import ChosenPositions, IndexQ
 from pallas_kernels.ragged_paged_attention.write import (
     read_kv,
     write_kv,
-    write_pages_of_scales,
     write_scales,
 )
 
@@ -231,7 +230,9 @@ def _with_new_scales(
     if new is None or scales is None:
         return scales
     if backend.kind == "tpu":
-        return write_pages_of_scales(new, scales, layer, rows, page_size)
+        from pallas_kernels.ragged_paged_attention import tpu
+
+        return tpu.write_scales(new, scales, layer, rows, page_size, interpret=backend.interpret)
     return write_scales(new, scales, layer, rows)
 
 

@@ -201,8 +201,11 @@ def _serving() -> tuple[RaggedCase, ...]:
             576 if latent_size else 128, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows, kv_dtype="int8",
             by_token=True, latent_size=latent_size,
         )
-        for name, rows in (("decode-64x4096", (RowCase(1, 4096),) * 64), ("prefill-2048", (RowCase(2048, 2048),)))
-        for heads, latent_size in ((32, None), (16, 512))
+        for name, rows, heads, latent_size in (
+            ("decode-64x4096", (RowCase(1, 4096),) * 64, 32, None),
+            ("prefill-2048", (RowCase(2048, 2048),), 32, None),
+            ("decode-64x4096", (RowCase(1, 4096),) * 64, 16, 512),
+        )
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ _LEAST = 1e-30
 class KVQuantization:
     """Keys and values are codes in eight bits, each multiplied by a scale: one for a head, or one for each token of it.
 
-    The scales of heads are given with every call. Those of tokens lie beside the pages, and a token's depends on
-    nothing but its own key or value.
+    The scales of heads are given with every call. The scales of tokens lie beside the pages. Each
+    depends on nothing but one key or value.
     """
 
     codes: Codes

@@ -26,32 +26,6 @@ def write_scales(new: jax.Array, scales: jax.Array, layer: jax.Array | int, rows
     return scales.at[layer, _pages_of(rows, page_size), :, :, rows.positions % page_size].set(new)
 
 
-def write_pages_of_scales(
-    new: jax.Array, scales: jax.Array, layer: jax.Array | int, rows: RaggedRows, page_size: int
-) -> jax.Array:
-    """Does what `write_scales` does, page by page, where the scales of a page and head are [.., rows, 128 lanes].
-
-    XLA:TPU copies all of them to scatter single numbers. So each page with a new token is read, and written as a whole.
-    """
-    parts, starts = rows.parts(page_size), rows.starts()
-    row = parts.rows
-    pages = jnp.where(parts.is_real, rows.page_table[row, jnp.where(parts.is_real, parts.numbers, 0)], 0)
-    positions = parts.numbers[:, None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
-    ahead = positions - starts[row][:, None]
-    is_new = (ahead >= 0) & (ahead < rows.query_lens()[row][:, None])
-    tokens = jnp.where(is_new, rows.query_starts[row][:, None] + ahead, 0)
-    # [pages, S, K, N] -> [pages, K, N * S]
-    filled = new[tokens].transpose(0, 2, 3, 1).reshape(len(row), new.shape[1], -1)
-    is_new = jnp.tile(is_new, (1, new.shape[2]))[:, None]
-    shape, missing = scales.shape[2:], scales.shape[3] * scales.shape[4] - filled.shape[2]
-    filled, is_new = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (filled, is_new))
-    # A row of the array that is updated is whole registers.
-    rows_of_lanes = scales.reshape(*scales.shape[:2], -1, shape[2])
-    old = rows_of_lanes[layer, pages].reshape(len(row), shape[0], -1)
-    written = jnp.where(is_new, filled, old).reshape(len(row), -1, shape[2])
-    return rows_of_lanes.at[layer, pages].set(written).reshape(scales.shape)
-
-
 def read_kv(kv_pages: jax.Array, layer: jax.Array | int, rows: RaggedRows) -> jax.Array:
     """Returns the keys and values f[T, K, W] that the pages hold of this step's tokens."""
     page_size = kv_pages.shape[3]

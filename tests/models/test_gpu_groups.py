@@ -1,6 +1,7 @@
 """The form of matrices in few bits on GPUs: what it computes, interpreted, is what XLA computes of the same arrays."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,17 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import Form, Forms
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.few_bits import StoredAs
+from jaxvllm.models.forms.filled_up import with_zeros
 from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.rounded_tokens import RoundedTokens
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import ScaledRows
+from jaxvllm.models.forms.scaled_rows import ScaledRows, rounded_by_row
 from jaxvllm.models.ops import InStack, project, project_grouped, project_grouped_gated
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.quantized_matmul import gpu, gpu_tiles
-from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4, Code
+from tests.models.published.test_stored_bits import CASES, kept, load, of_projections, qwen, resized
 
 pytestmark = pytest.mark.usefixtures("quick_fusions")
 
@@ -75,12 +79,99 @@ def test_is_chosen_for_gpus_alone() -> None:
         (UINT4, 128, "bfloat16", True),
         (E4M3, 128, "float32", False),
         (FLOAT4, 32, "float8_e8m0fnu", False),
+        (FLOAT4, 16, "float8_e4m3fn", False),  # NVFP4
     ):
         form = on_gpu.of(StoredAs(code, group, scale_dtype, has_zeros), group)
         assert form == GpuGroups(code, group, scale_dtype, has_zeros, 2, chip=CHIP)
-    assert on_gpu.of(StoredAs(FLOAT4, 16, "float32"), 16) is None  # NVFP4
+    assert on_gpu.of(StoredAs(FLOAT4, 16, "float32"), 16) is None  # of rows whose parts have scales of their own
     assert isinstance(FewBitsForms().of(StoredAs(INT8, None, "float32"), None), ScaledRows)
-    # The second matrix of gpt-oss on one GPU, and on two, whose rows of 720 bytes no swizzle divides.
-    assert [FORM.takes(inputs) for inputs in (2880, 1440)] == [True, False]
     forms = Forms.chosen("int4", Backend("gpu", CHIP), may_turn=False)
     assert forms.layers == forms.experts == GpuGroups(UINT4, 128, "bfloat16", chip=CHIP)
+
+
+@pytest.mark.parametrize(
+    ("code", "group", "scale_dtype", "shape", "shards", "expected"),
+    [
+        # The second matrix of gpt-oss on two GPUs, whose rows of 720 bytes no swizzle divides.
+        (FLOAT4, 32, "float8_e8m0fnu", (2880, 2880), 2, {"codes": (2880, 1472), "scales": (2880, 92)}),
+        # Four heads of Kimi Linear; and blocks of which the last one has four inputs.
+        (UINT4, 128, "bfloat16", (4, 385, 2304), 1, {"codes": (4, 392, 1152), "scales": (4, 385, 18)}),
+        (E4M3, 128, "float32", (1540, 1540), 1, {"codes": (1544, 1664), "scales": (1540, 13)}),
+        (INT8, None, "float32", (30, 100), 1, {"codes": (64, 128), "scales": (30, 1)}),
+        (FLOAT4, 16, "float8_e4m3fn", (72, 96), 1, {"codes": (72, 64), "scales": (72, 8), "row_scales": (72, 1)}),
+    ],
+)
+def test_zeros_fill_rows_and_inputs_up(
+    code: Code,
+    group: int | None,
+    scale_dtype: str,
+    shape: tuple[int, ...],
+    shards: int,
+    expected: dict[str, tuple[int, ...]],
+) -> None:
+    form = GpuGroups(code, group, scale_dtype, shards=shards, chip=CHIP)
+    decl = ParamDecl(shape, (*(None,) * (len(shape) - 1), "ffn"), storage="matrix")
+    assert form.takes(decl)
+    assert {name: part.shape for name, part in form.declare(decl).items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "group", "scale_dtype", "shape"),
+    [(FLOAT4, 16, "float8_e4m3fn", (3, 28, 100)), (INT8, None, "float32", (70, 90))],
+)
+def test_a_product_of_any_size(code: Code, group: int | None, scale_dtype: str, shape: tuple[int, ...]) -> None:
+    """By the kernel, in bfloat16, what XLA computes in float32 of the same numbers; and they are near the matrix."""
+    form = GpuGroups(code, group, scale_dtype, chip=FORM.chip, interpret=True)
+    rng = np.random.default_rng(1)
+    matrix = rng.standard_normal(shape).astype(np.float32)
+    decls = form.declare(ParamDecl(shape, (None,) * len(shape), storage="matrix"))
+    arrays = form.keep(jnp.asarray(matrix), dict.fromkeys(decls, SingleDeviceSharding(jax.devices()[0])))
+    assert {name: array.shape for name, array in arrays.items()} == {name: part.shape for name, part in decls.items()}
+    x = jnp.asarray(rng.standard_normal((3, shape[-1])), jnp.bfloat16)
+    multiply = jax.jit(lambda x: form.product(x, arrays, jnp.float32))
+    y, exact = np.asarray(multiply(x)), np.asarray(multiply(x.astype(jnp.float32)))
+    assert y.shape == (3, *shape[:-1])
+    np.testing.assert_allclose(y, exact, rtol=0, atol=1e-4)
+    decoded = np.asarray(jax.jit(lambda x: form.product(x, arrays, None))(jnp.eye(shape[-1])))
+    away = np.abs(np.moveaxis(decoded, 0, -1) - matrix)
+    assert away.max() <= {INT8: 0.02, FLOAT4: 0.6}[code] and 0 < away.mean() < 0.12
+
+
+def test_tokens_in_fp8_are_multiplied_as_they_are() -> None:
+    on_gpu = FewBitsForms(Backend("gpu", FORM.chip, interpret=True))
+    form, rows = on_gpu.named("fp8_w8a8"), RoundedTokens(code=E4M3)
+    assert form == GpuGroups(E4M3, None, "float32", rounds_tokens=True, chip=FORM.chip, interpret=True)
+    assert on_gpu.named("fp8_w8a8", of_experts=True) == replace(form, rounds_tokens=False)
+    assert on_gpu.named("int8_w8a8") == RoundedTokens(code=INT8)  # XLA multiplies without a copy
+    rng, device = np.random.default_rng(2), SingleDeviceSharding(jax.devices()[0])
+    matrix = jnp.asarray(rng.standard_normal((2, 40, 150)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((11, 150)), jnp.bfloat16)
+    products = []
+    for kind in (form, rows):
+        decls = kind.declare(ParamDecl(matrix.shape, (None,) * 3, storage="matrix"))
+        arrays = kind.keep(matrix, dict.fromkeys(decls, device))
+        multiply = jax.jit(lambda x, arrays, kind=kind: kind.product(x, arrays, jnp.float32))
+        products.append(np.asarray(multiply(x, arrays)))
+    codes, sizes = (np.asarray(array, np.float64) for array in rounded_by_row(x, E4M3))
+    weights, scales = (np.asarray(arrays[name], np.float64) for name in ("values", "scales"))
+    exact = np.einsum("ti,hoi,t,ho->tho", codes, weights, sizes, scales)
+    for product in products:
+        np.testing.assert_allclose(product, exact, rtol=0, atol=2e-6 * np.abs(exact).max() * 8)
+
+
+@pytest.mark.parametrize(("name", "inputs", "size"), [("nvfp4", 96, 1), ("nvfp4", 96, 2), ("int8", 97, 1)])
+def test_what_a_checkpoint_stores_is_kept(name: str, inputs: int, size: int, tmp_path: Path) -> None:
+    """Groups have 16 inputs, of which the last one has a single one where there are 97."""
+    settings, parts, _ = CASES[name]
+    path = of_projections(tmp_path, resized(qwen(), {96: inputs}, intermediate_size=inputs), settings, parts)
+    forms = Forms(stored=FewBitsForms(Backend("gpu", FORM.chip, interpret=True)))
+    params, plain = load(path, forms, size), load(path, Forms(), size)
+    assert kept(params) == {"qkv", "o", "gate_up", "down"}
+    for matrix_name in kept(params):
+        node, exact = params["layers"][0][matrix_name], plain["layers"][0][matrix_name]
+        # Each device has 64 bytes of codes of a row at least.
+        least = 64 * node.form.code.per_byte
+        devices = size if node.arrays["codes"].shape[-1] == 64 * size > 64 else 1
+        x = with_zeros(jnp.eye(exact.shape[-1]), -1, devices, max(least, exact.shape[-1]))
+        decoded = jax.jit(lambda x, node=node: node.form.product(x, node.arrays, None))(x)
+        np.testing.assert_array_equal(np.moveaxis(np.asarray(decoded), 0, -1), exact)

@@ -251,7 +251,7 @@ def test_a_copy_to_vmem_is_found() -> None:
                 "states/lfm2-prompt-512/gpu",
             ],
         ),
-        ("b200", ["attention/decode-gqa/gpu", "quantized/qwen3-8b-down-awq-decode-16/gpu"]),
+        ("b200", ["attention/decode-gqa/gpu", "quantized/nvfp4-prefill-2048/gpu"]),
         ("a100", ["step/split/reference"]),
         ("v5e", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", ["step/mixed-experts/tpu", "step/decode-int4/tpu"]),

@@ -16,12 +16,16 @@ TOLERANCES = {"float32": 2e-6, "bfloat16": 0.008}
 
 @dataclass(frozen=True)
 class Stored:
-    """The arrays of `count` matrices, [count, size_out, ..], of rows that NumPy multiplies by them in float64."""
+    """The arrays of `count` matrices, [count, size_out, ..], of rows that NumPy multiplies by them in float64.
+
+    Where scales are in E4M3, rows have some, too.
+    """
 
     case: QuantizedCase
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray | None
+    row_scales: np.ndarray | None
 
     @classmethod
     def random(cls, case: QuantizedCase, count: int = 1) -> "Stored":
@@ -35,7 +39,8 @@ class Stored:
             np.exp2(rng.integers(-6, 1, shape)) if case.scale_dtype == "float8_e8m0fnu" else rng.uniform(0.5, 2, shape)
         )
         zeros = rng.integers(0, 16, shape).astype(code.dtype) if case.has_zeros else None
-        return cls(case, codes, scales.astype(jnp.dtype(case.scale_dtype)), zeros)
+        of_rows = rng.uniform(0.5, 2, (*shape[:2], 1)).astype(np.float32) if "e4m3" in case.scale_dtype else None
+        return cls(case, codes, scales.astype(jnp.dtype(case.scale_dtype)), zeros, of_rows)
 
     @property
     def matrices(self) -> np.ndarray:
@@ -46,7 +51,8 @@ class Stored:
         numbers = code.table[codes].astype(np.float64)
         zeros = np.float64(code.zero) if self.zeros is None else self.zeros.astype(np.float64)[..., None]
         by_group = numbers.reshape(*self.scales.shape, -1)
-        return ((by_group - zeros) * self.scales.astype(np.float64)[..., None]).reshape(numbers.shape)
+        found = ((by_group - zeros) * self.scales.astype(np.float64)[..., None]).reshape(numbers.shape)
+        return found if self.row_scales is None else found * self.row_scales.astype(np.float64)
 
 
 def rows(case: QuantizedCase, dtype: str) -> jax.Array:

@@ -13,18 +13,20 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import CHIPS, GpuChip
-from pallas_kernels.mosaic_gpu import MatrixUnit, matrix_unit_of
+from pallas_kernels.mosaic_gpu import MatrixUnit
 from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.gpu_product import QuantizedProduct
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
-from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, twice
+from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, RowPanels, twice
 from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 
 # An idle multiprocessor costs the interpreter as much as a busy one.
 GPUS = {name: replace(chip, num_sms=2) for name, chip in CHIPS.items() if isinstance(chip, GpuChip)}
 BY_NAME = {case.name: case for case in CASES}
+NVFP4 = replace(BY_NAME["nvfp4"], scale_dtype="float8_e4m3fn", size_in=192, size_out=72)
 FIRST = 1  # the matrices follow that of another layer, whose scales are NaN
 SUMS = 2e-6  # of the size of the largest sum: sums in float32 of elements that nobody has rounded
 
@@ -58,6 +60,7 @@ WAYS = (
     Way(replace(BY_NAME["int8-zeros"], size_in=160), QuantizedTiles(16, 2, 64, 2, 1)),
     Way(replace(BY_NAME["mxfp4"], size_in=192, num_rows=70), QuantizedTiles(64, 1, 64, 2, 1), "b200"),
     Way(replace(BY_NAME["int4"], size_in=384, group=96), QuantizedTiles(8, 1, 64, 2, 2)),
+    Way(NVFP4, QuantizedTiles(8, 2, 64, 2, 1), "b200", "float16", counts=(1, 0, 3)),
     Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 2, 64, 2, 1), dtype="float16", counts=(3, 0, 12)),
 )
 
@@ -69,11 +72,14 @@ def test_equals_float64(way: Way) -> None:
     stored, x = Stored.random(case, FIRST + len(counts)), rows(case, way.dtype)
     matrices = stored.matrices[FIRST:]
     scales = jnp.asarray(stored.scales)
-    if case.scale_dtype == "float8_e8m0fnu":
+    if case.scale_dtype.startswith("float8"):
         scales = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     else:
         scales = scales.at[:FIRST].set(jnp.nan)
-    assert choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, len(counts), chip) is not None
+    assert (
+        choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, case.scale_dtype, len(counts), chip)
+        is not None
+    )
     multiply = partial(
         gpu.quantized_matmul,
         code=case.code,
@@ -86,13 +92,21 @@ def test_equals_float64(way: Way) -> None:
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     zeros = None if stored.zeros is None else jnp.asarray(stored.zeros)
     own_starts = jnp.asarray(starts) if way.counts else None
-    result = jax.jit(multiply)(x, jnp.asarray(stored.codes), scales, zeros, own_starts, jnp.int32(FIRST))
+    of_rows = None if stored.row_scales is None else jnp.asarray(stored.row_scales)
+    result = jax.jit(multiply)(x, jnp.asarray(stored.codes), scales, zeros, own_starts, jnp.int32(FIRST), of_rows)
     assert (result.shape, result.dtype) == ((len(x), case.size_out), jnp.float32)
     exact = np.asarray(x, np.float64)
     for group, matrix in enumerate(matrices):
         own = slice(starts[group], starts[group + 1])
         error = np.abs(np.asarray(result[own], np.float64) - exact[own] @ matrix.T)
         assert (error <= SUMS * (np.abs(exact[own]) @ np.abs(matrix.T))).all(), error.max()
+
+
+def product_of(code: Code, dtype: str) -> QuantizedProduct:
+    tiles = QuantizedTiles(8, 1, 64, 2, 1)
+    return QuantizedProduct(
+        tiles, code, "float32", False, False, jnp.dtype(dtype), 512, 128, 64, RowPanels(), "wgmma", True
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -108,13 +122,24 @@ def test_every_code_is_decoded_exactly(code: Code, dtype: str) -> None:
     words = jnp.asarray(np.ascontiguousarray(codes).view(np.uint32))
     for minus in (None,) if zeros is None else (None, zeros):
         expected = numbers - (code.zero if minus is None else minus.astype(np.float32)[:, None])
-        tiles = QuantizedTiles(8, 1, 64, 2, 1)
-        product = gpu.QuantizedProduct(
-            tiles, code, "float32", False, jnp.dtype(dtype), 512, 128, 64, matrix_unit_of(GPUS["h200"]), True
-        )
         masks = [twice(mask) for mask in registers.masks]
         decoded = registers.decoded(words, None if minus is None else jnp.asarray(minus), masks)
-        np.testing.assert_array_equal(np.asarray(decoded, np.float32), product.reordered(jnp.asarray(expected)))
+        reordered = product_of(code, dtype).reordered(jnp.asarray(expected))
+        np.testing.assert_array_equal(np.asarray(decoded, np.float32), reordered)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_scale_multiplies_every_code_exactly(dtype: str) -> None:
+    """All codes of E2M1 in groups of 16, each row with two of E4M3's scales."""
+    registers = Registers(FLOAT4, jnp.dtype(dtype), "wgmma", interpret=True)
+    codes = np.arange(256).astype(np.uint8).reshape(16, 16)[:, [0, 1, 2, 3, 4, 5, 6, 7] * 4]
+    codes = np.tile(codes, (4, 1))
+    numbers = FLOAT4.table[np.stack([codes & 15, codes >> 4], -1).reshape(64, 64)]
+    steps = (np.arange(256) % 127).reshape(64, 4).astype(np.uint8)
+    words = [jnp.asarray(array.view(np.uint32)) for array in (np.ascontiguousarray(codes), steps)]
+    decoded = registers.decoded(words[0], None, [twice(mask) for mask in registers.masks], [words[1][:, 0]])
+    expected = numbers * np.repeat(E4M3.table[steps], 16, -1) * 2.0**-8
+    np.testing.assert_array_equal(np.asarray(decoded, np.float32), product_of(FLOAT4, dtype).reordered(expected))
 
 
 @pytest.mark.parametrize(
@@ -163,12 +188,15 @@ def test_registers_hold_what_the_matrix_unit_wants(code: Code, unit: MatrixUnit)
     by_half = words.reshape(4, 32, -1, 1, 2)
     pair = np.arange(pairs)[:, None]
     codes = np.stack([2 * pairs * by_half + pair, 2 * pairs * by_half + pair + pairs], -1).reshape(4, 32, -1, 2)
-    product = gpu.QuantizedProduct(
-        QuantizedTiles(8, 1, 64, 2, 1), code, "float32", False, jnp.dtype(jnp.bfloat16), size, size, 64, unit, False
-    )
+    product = product_of(code, "bfloat16")
     wanted = np.asarray(product.reordered(jnp.arange(64 * size).reshape(64, size))).reshape(-1)
     operand = held(registers.operand, (64, size))
     np.testing.assert_array_equal(codes, wanted[operand])
+    # Scales of 16 codes that follow each other, as `_times` holds them: those of two threads, for a block of words.
+    blocks = np.arange(size // (8 * pairs))[:, None, None]
+    of_thread = 2 * blocks + (np.arange(32) % 4 // 2)[:, None, None, None]
+    groups = np.broadcast_to(of_thread, (4, 32, len(blocks), pairs, 2)).reshape(4, 32, -1)
+    np.testing.assert_array_equal(codes % size // (4 * pairs), np.stack([groups, groups], -1))
     # Values of rows, as `row_values` loads them and `_spread` repeats them.
     of_rows = held(ROWS, (64,))  # the four lanes of a row have the same
     warp, lane, half = np.arange(4)[:, None, None], np.arange(0, 32, 4)[:, None], np.arange(2)
@@ -179,7 +207,7 @@ def test_registers_hold_what_the_matrix_unit_wants(code: Code, unit: MatrixUnit)
 
 def tiles_of(case: QuantizedCase, chip: GpuChip, dtype: str = "bfloat16") -> QuantizedTiles | None:
     x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype)
-    return choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, 1, chip)
+    return choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, case.scale_dtype, 1, chip)
 
 
 @pytest.mark.parametrize("name", ["h100", "h200", "b200"])
@@ -188,12 +216,10 @@ def test_tiles_of_models(name: str) -> None:
     assert isinstance(chip, GpuChip)
     for case in SERVING:
         tiles = tiles_of(case, chip)
-        assert (tiles is None) == (case.group == 16), case  # NVFP4, whose groups end within a word of four threads
-        if tiles is not None:
-            assert tiles.stages >= 4 and tiles.tokens >= min(case.num_rows, 64)
-            # Half of the multiprocessors at least are busy, as far as units have a thousand inputs.
-            units = -(-case.num_rows // tiles.tokens) * -(-case.size_out // 128) * tiles.splits
-            assert units >= chip.num_sms // 2 or case.size_in < 2048 * tiles.splits, (case, tiles)
+        assert tiles is not None and tiles.stages >= 4 and tiles.tokens >= min(case.num_rows, 64)
+        # Half of the multiprocessors at least are busy, as far as units have a thousand inputs.
+        units = -(-case.num_rows // tiles.tokens) * -(-case.size_out // 128) * tiles.splits
+        assert units >= chip.num_sms // 2 or case.size_in < 2048 * tiles.splits, (case, tiles)
 
 
 def test_what_the_hardware_does_not_take_is_refused() -> None:
@@ -201,3 +227,4 @@ def test_what_the_hardware_does_not_take_is_refused() -> None:
     assert taken == {"int4", "int4-groups-of-32", "int4-zeros", "int8-groups", "fp8-blocks"}
     assert tiles_of(BY_NAME["int4"], GPUS["h200"], "float32") is None
     assert tiles_of(replace(BY_NAME["int4-zeros"], size_out=100), GPUS["h200"]) is None  # no multiple of eight rows
+    assert tiles_of(replace(NVFP4, scale_dtype="float32"), GPUS["h200"]) is None  # products would be rounded

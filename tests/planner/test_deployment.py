@@ -79,7 +79,9 @@ def test_the_plan_takes_the_way_to_experts_that_an_engine_would(device, mesh, ba
         ("v6e", "1x1", {"experts_gate_up", "experts_down"}),
         # 2,880 inputs of a down projection are 360 on each of eight devices, in groups of eight, which no kernel takes.
         ("v6e", "1x8", {"experts_gate_up"}),
-        ("h200", "1x2", {"experts_gate_up"}),
+        # Here zeros fill up what no kernel takes on two devices, and groups of eight are decoded as well.
+        ("h200", "1x2", {"experts_gate_up", "experts_down"}),
+        ("h200", "1x8", {"experts_gate_up"}),
     ],
 )
 def test_a_plan_keeps_the_bits_that_an_engine_would(device, mesh, kept):

@@ -1,7 +1,7 @@
 """`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import jax
@@ -15,7 +15,7 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
-from jaxvllm.models.forms.gpu_groups import GpuGroups
+from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.packed import Packed
@@ -59,6 +59,11 @@ class FewBitsForms:
     by_tile: bool = False
     shards: int = 1
 
+    @property
+    def fills_groups_up(self) -> bool:
+        """Whether the last group of a row may have fewer inputs than the others."""
+        return isinstance(self.backend.chip, GpuChip)
+
     def of(self, stored: StoredAs, group: int | None, of_experts: bool = False) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none.
 
@@ -67,19 +72,22 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
+        if stored.scale_dtype == E4M3.name and not isinstance(chip, GpuChip):
+            stored = replace(stored, scale_dtype="float32")  # the two scales of an element as one
         if (on_cpu := self._on_cpu(stored, group)) is not None:
             return on_cpu
         if stored.is_nested:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
-        if isinstance(chip, GpuChip) and (group is None or GpuGroups.takes_group(stored.code, group)):
+        if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
             return GpuGroups(
                 stored.code,
                 group,
                 stored.scale_dtype,
                 stored.has_zeros,
                 self.shards,
+                rounds_tokens=stored.is_by_row and stored.rounds_tokens and not of_experts and stored.code == E4M3,
                 chip=chip,
                 interpret=self.backend.interpret,
             )
@@ -113,7 +121,9 @@ class FewBitsForms:
         wanted = QUANTIZATIONS[quantization]
         if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
             return on_cpu
-        if wanted.rounds_tokens and not (of_experts and isinstance(self.backend.chip, TpuChip | GpuChip)):
+        has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
+        has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
+        if wanted.rounds_tokens and not has_kernel:
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:
             raise NotImplementedError(

@@ -25,6 +25,7 @@ class StoredAs:
 
     group: how many elements in a row of `in` share a scale, and a zero or a minimum, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
+    scale_dtype: scales in float8_e4m3fn are multiplied by one in float32, which all elements of a row have (NVFP4)
     rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
     span: how many elements in a row share a factor in float16, or None: there are no factors. With them, scales are
         integers of eight bits at most, and each is multiplied by its factor. Minima have factors of their own
@@ -55,10 +56,10 @@ class StoredAs:
 
 @dataclass(frozen=True)
 class ByElement:
-    """A function that fills with a value for each element, and is told how to find one for each group sooner.
+    """Fills with a value for each element, and finds one for each group without looking at all of its elements.
 
-    of_groups: called with the size of groups: it returns the function that fills with one value for each group, or
-        None if each element must be looked at
+    `of_groups` is called with the size of groups, and returns the function that fills with one value for each. Where it
+    returns None, the elements must be looked at.
     """
 
     of_elements: Fill
@@ -94,7 +95,8 @@ class Elements:
 
     Scales, zeros, minima and factors fill arrays f32, and codes fill an array with one code in each byte. What is not
     stored leaves arrays as they are. Some checkpoints are read faster by words: `words` and `high_words` fill arrays
-    u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`.
+    u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`. Scales contain
+    `tensor_scales`, which are those of whole tensors, or 1.
     """
 
     codes: Fill
@@ -103,12 +105,13 @@ class Elements:
     factors: Fill = nothing
     mins: Fill = nothing
     min_factors: Fill = nothing
+    tensor_scales: Fill = nothing
     words: Fill | None = None
     high_words: Fill | None = None
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of those for single elements."""
-        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:6]))
+        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:7]))
 
     def moved(self, by: tuple[int, ...]) -> "Elements":
         """Returns the functions for the elements that begin there, which is 0 along the inputs."""
@@ -126,8 +129,8 @@ class FewBits(Form):
         """Returns the form of a table, of which rows are looked up in `dtype`, if there is one with these arrays."""
         return None
 
-    def takes(self, inputs: int) -> bool:
-        """Tells whether it is worthwhile for matrices of which a device has so many inputs. Others are decoded."""
+    def takes(self, matrix: ParamDecl) -> bool:
+        """Tells whether it is worthwhile for a matrix. Others are decoded."""
         return True
 
     def saves(self, matrix: ParamDecl, dtype: DTypeLike) -> bool:
@@ -197,6 +200,18 @@ def at_least(fill: Fill, least: float) -> Fill:
         np.maximum(out, np.float32(least), out=out)
 
     return larger
+
+
+def quotient(values: Fill, divisors: Fill) -> Fill:
+    """Returns the function that fills with the values of one function, divided by those of another. Zeros stay."""
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        values(out, start)
+        by = np.zeros_like(out)
+        divisors(by, start)
+        np.divide(out, by, out=out, where=by != 0)
+
+    return fill
 
 
 def of_groups(values: Fill, group: int) -> Fill:

@@ -29,8 +29,8 @@ class InParts(FewBits):
     axis: int
     parts: tuple[tuple[int, FewBits], ...]
 
-    def takes(self, inputs: int) -> bool:
-        return all(form.takes(inputs) for _, form in self.parts)
+    def takes(self, matrix: ParamDecl) -> bool:
+        return all(form.takes(matrix) for _, form in self.parts)
 
     def of_matrix(self, matrix: ParamDecl) -> "InParts":
         parts = [

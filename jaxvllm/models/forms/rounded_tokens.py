@@ -27,7 +27,8 @@ class RoundedTokens(ScaledRows):
 def multiplies(code: Code, chip: Chip | CpuChip | None) -> bool:
     """Tells whether XLA lets the matrix unit of a chip multiply numbers of this code, without a copy in another dtype.
 
-    On NVIDIA GPUs XLA copies each layer's matrix of FP8 where it loops over layers (compiled HLO, H200).
+    On NVIDIA GPUs XLA copies each layer's matrix of FP8 where it loops over layers (compiled HLO, H200), so there it is
+    our own kernel that multiplies (`GpuGroups`).
     """
     if isinstance(chip, GpuChip):
         return code == INT8

@@ -54,10 +54,10 @@ class ScaledGroups(FewBits):
                 f"{shards}: use another quantization, or a smaller mesh"
             )
         per_byte = self.code.per_byte
-        options: dict[str, Any] = {"dtype": _held(self.scale_dtype), "chosen": matrix.chosen}
+        options: dict[str, Any] = {"dtype": held_dtype(self.scale_dtype), "chosen": matrix.chosen}
         scales = ParamDecl((*out, size // group), matrix.axes, "ones", **options)
         codes = replace(
-            matrix, shape=(*out, size // per_byte), dtype=_held(self.code.dtype), per_element=per_byte, heads=None
+            matrix, shape=(*out, size // per_byte), dtype=held_dtype(self.code.dtype), per_element=per_byte, heads=None
         )
         return {CODES: codes, SCALES: scales} | self._zeros(scales)
 
@@ -84,7 +84,7 @@ class ScaledGroups(FewBits):
         scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
         codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
         made = {
-            CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), _held(self.code.dtype)),
+            CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), held_dtype(self.code.dtype)),
             SCALES: scales,
         }
         zeros = jnp.full(scales.shape, self.code.zero, self.code.dtype)
@@ -93,7 +93,7 @@ class ScaledGroups(FewBits):
     def _scales(self, exact: jax.Array) -> jax.Array:
         """Returns the scales nearest to these f32, or where they are powers of two, the nearest that are not below."""
         if self.scale_dtype != "float8_e8m0fnu":
-            return _bits(exact.astype(self.scale_dtype), _held(self.scale_dtype))
+            return _bits(exact.astype(self.scale_dtype), held_dtype(self.scale_dtype))
         # The exponent of a float is that of the power of two below it, and is all that is stored of a power.
         exponents = (jax.lax.bitcast_convert_type(exact, jnp.uint32) + np.uint32(2**23 - 1)) >> np.uint32(23)
         return exponents.astype(jnp.uint8)
@@ -153,7 +153,7 @@ def _rounded(form: ScaledGroups, matrix: jax.Array, group: int) -> dict[str, jax
     return form.rounded(matrix, group)
 
 
-def _held(dtype: str) -> str:
+def held_dtype(dtype: str) -> str:
     """Returns the dtype of arrays that hold these bits.
 
     XLA:CPU converts a whole array of float8 to float16 before it takes a slice of it, and of bytes it does not: a

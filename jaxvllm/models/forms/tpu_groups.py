@@ -13,9 +13,10 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, in_words, of_groups, swapped
+from jaxvllm.models.forms.filled_up import rounded_up, spread_fill, with_zeros
 from jaxvllm.models.forms.form import Arrays, Experts
 from jaxvllm.models.forms.scaled_groups import CODES, SCALES, ZEROS, ScaledGroups
-from jaxvllm.models.tiling import Box, Fill, Tile, tiled
+from jaxvllm.models.tiling import Fill
 from pallas_kernels.chips import TpuChip
 from sharding.rules import MODEL, partition_spec
 
@@ -54,9 +55,9 @@ class TpuGroups(FewBits):
         *lead, out, size = matrix.shape
         *of_lead, of_out, of_in = matrix.axes
         parts_out, parts_in = self._parts(of_out), self._parts(of_in)
-        inputs = parts_in * _padded(size // parts_in, INPUTS)
-        rows = _padded(inputs // parts_in // self.group_of(size // parts_in), self._unit)
-        columns = parts_out * _padded(out // parts_out, COLUMNS)
+        inputs = parts_in * rounded_up(size // parts_in, INPUTS)
+        rows = rounded_up(inputs // parts_in // self.group_of(size // parts_in), self._unit)
+        columns = parts_out * rounded_up(out // parts_out, COLUMNS)
         per_word = 4 * self.groups.code.per_byte
         axes = (*of_lead, of_in, of_out)
         codes = replace(
@@ -122,12 +123,15 @@ class TpuGroups(FewBits):
         if self.groups.code.per_byte == 2:
             codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(matrix.shape)
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8)
-        wide = _with_zeros(_with_zeros(codes, -1, parts_in, INPUTS), -2, parts_out, COLUMNS)
+        wide = with_zeros(codes, -1, parts_in, rounded_up(size // parts_in, INPUTS))
+        wide = with_zeros(wide, -2, parts_out, rounded_up(matrix.shape[-2] // parts_out, COLUMNS))
         made = {CODES: tpu_words.in_words(self.groups.code, wide).swapaxes(-1, -2)}
         for name in (SCALES, ZEROS):
             if name in found:
                 times = wide.shape[-1] // parts_in // INPUTS if self.groups.group is None else 1
-                padded = _with_zeros(jnp.repeat(found[name], times, -1), -1, parts_in, self._unit)
+                repeated = jnp.repeat(found[name], times, -1)
+                rows = rounded_up(repeated.shape[-1] // parts_in, self._unit)
+                padded = with_zeros(repeated, -1, parts_in, rows)
                 made[name] = padded.swapaxes(-1, -2).astype(self._scale_dtype if name == SCALES else padded.dtype)
         return made
 
@@ -145,12 +149,7 @@ class TpuGroups(FewBits):
         def spread(fill: Fill, parts: int, columns: int, inputs: int) -> Fill:
             """Returns the function that fills an array in which zeros follow what each device has."""
             sides, lengths = (out // parts, size // parts_in), (columns // parts, inputs // parts_in)
-            boxes = [
-                (Box((*(0 for _ in lead), i * lengths[0], j * lengths[1]), (*lead, *sides)), i, j)
-                for i in range(parts)
-                for j in range(parts_in)
-            ]
-            return tiled([Tile(box, fill, (*(0 for _ in lead), i * sides[0], j * sides[1])) for box, i, j in boxes])
+            return spread_fill(fill, tuple(lead), sides, lengths, (parts, parts_in))
 
         scales, scale_dtype = spread(elements.scales, 1, out, of_scales), self._scale_dtype
         if self.groups.scale_dtype == "float8_e8m0fnu":  # it has no zero, which would become NaN
@@ -208,16 +207,3 @@ class TpuGroups(FewBits):
 
 def _rounded(form: TpuGroups, matrix: jax.Array, parts_in: int, parts_out: int) -> dict[str, jax.Array]:
     return form.rounded(matrix, parts_in, parts_out)
-
-
-def _padded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def _with_zeros(array: jax.Array, axis: int, parts: int, unit: int) -> jax.Array:
-    """Returns an array in which each of some parts along an axis is followed by zeros, up to a multiple of `unit`."""
-    axis %= array.ndim
-    before, size, after = array.shape[:axis], array.shape[axis] // parts, array.shape[axis + 1 :]
-    more = [(0, 0)] * (array.ndim + 1)
-    more[axis + 1] = (0, -size % unit)
-    return jnp.pad(array.reshape(*before, parts, size, *after), more).reshape(*before, -1, *after)

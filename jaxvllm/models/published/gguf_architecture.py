@@ -49,6 +49,9 @@ class GgufArchitecture:
     rows: keys of a config.json that are the rows of a tensor
     stack_size: how many matrices a stack has, from the metadata under the architecture's name
     is_latent: keys and values are made of a latent, so that heads have no one size
+    prefix: how the names of the decoder's tensors begin in a checkpoint
+    has_attention: without it, what files say of heads, FFNs and positions means nothing
+    numbers: tensors of one number, by the ends of their names, and the metadata that have it for each layer
     """
 
     family: str
@@ -71,3 +74,6 @@ class GgufArchitecture:
     rows: Mapping[str, str] = field(default_factory=dict)
     stack_size: Callable[[Mapping[str, Any]], Any] = lambda values: values.get("expert_count")
     is_latent: bool = False
+    prefix: str = "model."
+    has_attention: bool = True
+    numbers: Mapping[str, str] = field(default_factory=dict)

@@ -8,46 +8,15 @@ from jaxvllm.models.published import gguf_names as names
 from jaxvllm.models.published import gguf_own_keys as own_keys
 from jaxvllm.models.published import gguf_rebuilt
 from jaxvllm.models.published.gguf_architecture import EXPERT_KEYS, GgufArchitecture
-from jaxvllm.models.published.gguf_hybrids import GRANITE_HYBRID_DENSE, HYBRIDS
+from jaxvllm.models.published.gguf_hybrids import FALCON_MAMBA, GRANITE_HYBRID_DENSE, HYBRIDS
+from jaxvllm.models.published.gguf_latent import DEEPSEEK_V3, LATENT
 
 _WINDOW_KEY = ("attention.sliding_window",)
-_LATENT_KEYS = (
-    *EXPERT_KEYS,
-    "expert_shared_count",
-    "leading_dense_block_count",
-    "rope.dimension_count",
-    "attention.kv_lora_rank",
-    "attention.key_length",
-    "attention.value_length",
-)
 _LAYER_NORM = "attention.layer_norm_epsilon"
-_DEEPSEEK_V2 = GgufArchitecture(
-    "DeepseekV2ForCausalLM",
-    {
-        **names.USUAL,
-        **names.LATENT,
-        **names.EXPERTS,
-        **names.SHARED_EXPERT,
-        **names.NEXT_TOKENS,
-        "ffn_gate_inp": "mlp.gate",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    },
-    own_keys.deepseek_v2,
-    needs=_LATENT_KEYS,
-    understood=("expert_weights_scale",),
-    rebuilt=gguf_rebuilt.LATENT,
-    is_latent=True,
-    steepness=10.0,
-)
-_DEEPSEEK_V3 = replace(
-    _DEEPSEEK_V2,
-    family="DeepseekV3ForCausalLM",
-    own_keys=own_keys.deepseek_v3,
-    usual_values={"expert_gating_func": 2},
-)
 # By `general.architecture`. Llama 2 and 3, Mistral, SmolLM and others are all `llama`.
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     **HYBRIDS,
+    **LATENT,
     "llama": GgufArchitecture("LlamaForCausalLM", names.USUAL, has_turned_heads=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", names.USUAL),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**names.USUAL, **names.HEAD_NORMS}),
@@ -101,6 +70,16 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         needs=(*EXPERT_KEYS, "expert_shared_count", "leading_dense_block_count", *_WINDOW_KEY),
         understood=("expert_weights_scale",),
         usual_values={"expert_gating_func": 2, "expert_weights_norm": True},
+    ),
+    "apertus": GgufArchitecture(
+        "ApertusForCausalLM",
+        {
+            **names.USUAL,
+            **names.HEAD_NORMS,
+            "attn_norm": "attention_layernorm",
+            "ffn_norm": "feedforward_layernorm",
+        },
+        numbers={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
     ),
     "arcee": GgufArchitecture("ArceeForCausalLM", names.USUAL, has_turned_heads=True),
     "dots1": GgufArchitecture(
@@ -309,7 +288,6 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         understood=("logit_scale",),
         norm_epsilon=(_LAYER_NORM, "layer_norm_eps"),
     ),
-    "deepseek2": _DEEPSEEK_V2,
     "llama4": GgufArchitecture(
         "Llama4ForCausalLM",
         {
@@ -393,7 +371,9 @@ def architecture_of(file: GgufFile) -> tuple[str, GgufArchitecture]:
     if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
         return name, _OLMO3
     if name == "deepseek2" and file.metadata.get("deepseek2.expert_gating_func", 1) != 1:
-        return name, _DEEPSEEK_V3
+        return name, DEEPSEEK_V3
+    if name == "mamba" and file.metadata.get("mamba.ssm.dt_b_c_rms"):
+        return name, FALCON_MAMBA
     if name == "granitehybrid" and not file.metadata.get("granitehybrid.expert_count"):
         return name, GRANITE_HYBRID_DENSE
     if name == "mistral3" and not file.metadata.get("mistral3.attention.temperature_scale"):

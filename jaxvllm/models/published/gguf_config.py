@@ -1,7 +1,6 @@
 """Makes the config.json that a GGUF file would have, of its metadata and the shapes of its tensors."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,9 +16,8 @@ from jaxvllm.models.published.gguf_own_keys import LAYERS_WITH
 from jaxvllm.models.published.gguf_tensors import values_of
 from jaxvllm.models.tiling import Box
 
-_KEYS: Mapping[str, str] = {
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
+_KEYS: Mapping[str, str] = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers"}
+_KEYS_OF_ATTENTION: Mapping[str, str] = {
     "feed_forward_length": "intermediate_size",
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
@@ -76,6 +74,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     start = f"{name}."
     values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
     names = {**_KEYS, **dict([architecture.norm_epsilon])}
+    names |= _KEYS_OF_ATTENTION if architecture.has_attention else {}
     # Some converters write one number for each layer, even where all are the same.
     values |= {key: _same(values[key]) for key in (*names, "attention.head_count_kv") if key in values}
     is_number = {key: type(values.get(key)) in (int, float) for key in names}
@@ -95,10 +94,9 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(
             f"{file.path} has {start}{key} = {values[key]!r}, which is not supported: it changes the model"
         )
-    heads = values["attention.head_count"]
-    of_layers = Counter(name.split(".", 2)[-1] for name in file.tensors if name.startswith("blk."))
+    of_layers = _layers_with(file, values["block_count"])
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or heads < 1:
+    if embedding is None or (architecture.has_attention and values["attention.head_count"] < 1):
         raise ValueError(f"{file.path} must have the tensor token_embd.weight, and at least one head")
     # A tokenizer's masks are as long as the vocabulary, and are made before any weight is looked at.
     rows = embedding.shape[0]
@@ -108,6 +106,40 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(
             f"{embedding.path}: tensor token_embd.weight has {rows} rows: vocabularies have {_MOST_TOKENS} at most"
         )
+    try:
+        attention = _attention(file, start, values, architecture) if architecture.has_attention else {}
+        own = _own_keys(file, start, values | {LAYERS_WITH: of_layers}, architecture)
+    except (TypeError, ArithmeticError, LookupError) as error:
+        raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
+    return {
+        "architectures": [architecture.family],
+        **{ours: values[key] for key, ours in names.items()},
+        **attention,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        **{key: name in of_layers for key, name in architecture.present.items()},
+        **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
+        "dtype": _dtype(file, architecture),
+        **own,
+    }
+
+
+def _layers_with(file: GgufFile, num_layers: int) -> Mapping[str, list[int]]:
+    """Returns the numbers of the layers that have a tensor, by its name in a layer."""
+    starts = {f"blk.{number}": number for number in range(num_layers)}
+    found: dict[str, list[int]] = {}
+    for name in file.tensors:
+        block, number, own = (*name.split(".", 2), "", "")[:3]
+        if (layer := starts.get(f"{block}.{number}")) is not None:
+            found.setdefault(own, []).append(layer)
+    return found
+
+
+def _attention(
+    file: GgufFile, start: str, values: Mapping[str, Any], architecture: GgufArchitecture
+) -> Mapping[str, Any]:
+    """Returns the keys of heads, and of the rope that turns them."""
+    heads = values["attention.head_count"]
     head_size = values.get("attention.key_length", values["embedding_length"] // heads)
     if architecture.is_latent:  # of a head, a rope turns these alone
         head_size = values["rope.dimension_count"]
@@ -115,24 +147,12 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path} has keys of {head_size!r} numbers: heads have 1 to {_MOST_NUMBERS}")
     if not architecture.is_latent and values.get("attention.value_length", head_size) != head_size:
         raise ValueError(f"{file.path} has values that are not as wide as its keys of {head_size}: not supported")
-    try:
-        rope = _rope(file, start, values, head_size, architecture.steepness)
-        own = _own_keys(file, start, values | {LAYERS_WITH: of_layers}, architecture)
-    except (TypeError, ArithmeticError, LookupError) as error:
-        raise ValueError(f"{file.path} has keys of {name} that are no numbers where it needs some ({error})") from error
+    rope = _rope(file, start, values, head_size, architecture.steepness)
     return {
-        "architectures": [architecture.family],
-        **{ours: values[key] for key, ours in names.items()},
         "num_key_value_heads": values.get("attention.head_count_kv", heads),
         "head_dim": head_size,
-        "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        **{key: name in of_layers for key, name in architecture.present.items()},
-        **{key: file.tensors[name].shape[0] for key, name in architecture.rows.items() if name in file.tensors},
         "rope_theta": values.get("rope.freq_base", 10_000.0),
         "rope_parameters": {**rope, **architecture.rope_parameters},
-        "dtype": _dtype(file, architecture),
-        **own,
     }
 
 

@@ -42,6 +42,12 @@ LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",  # in older files
 }
+INDEX = {
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 LINEAR = {"ssm_norm": "linear_attn.norm", "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias"}
 EXPERTS = {f"ffn_{half}_exps": f"mlp.experts.*.{half}_proj" for half in ("gate", "up", "down")}
 HALVES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -89,6 +95,22 @@ MAMBA2 = {
     "ssm_conv1d": "mamba.conv1d",
     "ssm_dt.bias": "mamba.dt_bias",
     "ssm_out": "mamba.out_proj",
+}
+MAMBA = {
+    **{f"ssm_{name}": f"mamba.{name}_proj" for name in ("in", "x", "dt", "out")},
+    **{f"ssm_{name}_norm": f"mamba.{name}_layernorm" for name in ("dt", "b", "c")},
+    "ssm_conv1d": "mamba.conv1d",
+}
+# The FFN of Jamba and Falcon-H1.
+FEED_FORWARD = {
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{half}": f"feed_forward.{half}_proj" for half in ("gate", "up", "down")},
+}
+DELTA = {
+    **{f"ssm_{one}_{part}": f"self_attn.{one}_{part}_proj" for one in "fg" for part in "ab"},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
 }
 # Each layer is a mixer of some kind.
 MIXER = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
-# The key under which the metadata have how many layers have a tensor of each name.
+# The key under which the metadata have the numbers of the layers that have a tensor, by its name in a layer.
 LAYERS_WITH = "layers with"
 
 
@@ -99,43 +99,6 @@ def phi3(values: Mapping[str, Any]) -> Mapping[str, Any]:
         "original_max_position_embeddings": values.get(
             "rope.scaling.original_context_length", values["context_length"]
         ),
-    }
-
-
-def _deepseek2(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what DeepSeek V2 and V3 share. Newer files have the sizes of the heads beside those of the latent."""
-    rope = values["rope.dimension_count"]
-    return {
-        **glm4_moe(values),
-        "norm_topk_prob": values.get("expert_weights_norm", False),
-        "q_lora_rank": values.get("attention.q_lora_rank") or None,
-        "kv_lora_rank": values["attention.kv_lora_rank"],
-        "qk_rope_head_dim": rope,
-        "qk_nope_head_dim": values.get("attention.key_length_mla", values["attention.key_length"]) - rope,
-        "v_head_dim": values.get("attention.value_length_mla", values["attention.value_length"]),
-        "topk_method": None,
-    }
-
-
-def deepseek_v2(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Older files do not say that the 236B, which alone has 160 experts, chooses three groups of eight.
-    groups, chosen = (8, 3) if values["expert_count"] == 160 else (1, 1)
-    groups = values.get("expert_group_count", groups)
-    return {
-        **_deepseek2(values),
-        "n_group": groups,
-        "topk_group": values.get("expert_group_used_count", chosen),
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
-    }
-
-
-def deepseek_v3(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Older files do not say that V3 and R1, which have 256 experts, choose four groups of eight. Kimi K2 has no groups.
-    groups, chosen = (8, 4) if values["expert_count"] == 256 else (1, 1)
-    return {
-        **_deepseek2(values),
-        "n_group": values.get("expert_group_count", groups),
-        "topk_group": values.get("expert_group_used_count", chosen),
     }
 
 
@@ -240,7 +203,7 @@ def hunyuan_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def lfm2(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns which layers attend: the others have no heads of keys."""
-    heads = _of_layers(values, "attention.head_count_kv")
+    heads = of_layers(values, "attention.head_count_kv")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],
@@ -261,59 +224,7 @@ def lfm2_moe(values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def granite_hybrid(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of Granite 4, whose layers without heads of keys are Mamba-2."""
-    heads, kv_heads = values["ssm.time_step_rank"], _of_layers(values, "attention.head_count_kv")
-    return {
-        **granite(values),
-        "num_local_experts": values.get("expert_count", 0),
-        "num_experts_per_tok": values.get("expert_used_count", 1) or 1,
-        "shared_intermediate_size": values.get("expert_shared_feed_forward_length", values["feed_forward_length"]),
-        "num_key_value_heads": max(kv_heads),
-        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
-        "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else "nope",
-        "mamba_n_heads": heads,
-        "mamba_d_head": values["ssm.inner_size"] // max(heads, 1),
-        "mamba_n_groups": values["ssm.group_count"],
-        "mamba_d_state": values["ssm.state_size"],
-        "mamba_d_conv": values["ssm.conv_kernel"],
-        "mamba_expand": values["ssm.inner_size"] // values["embedding_length"],
-    }
-
-
-def nemotron_h(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of Nemotron-H. A layer attends, or has an FFN, or is Mamba-2."""
-    count = values["block_count"] - values.get("nextn_predict_layers", 0)
-    kv_heads, sizes = (_of_layers(values, key)[:count] for key in ("attention.head_count_kv", "feed_forward_length"))
-    heads, ffn = values["ssm.time_step_rank"], "moe" if values.get("expert_count") else "mlp"
-    kinds = ["attention" if kv else ffn if size else "mamba" for kv, size in zip(kv_heads, sizes, strict=True)]
-    keys = {
-        "num_key_value_heads": max(kv_heads),
-        "intermediate_size": max(sizes),
-        "layers_block_type": kinds,
-        "mamba_num_heads": heads,
-        "mamba_head_dim": values["ssm.inner_size"] // max(heads, 1),
-        "n_groups": values["ssm.group_count"],
-        "ssm_state_size": values["ssm.state_size"],
-        "conv_kernel": values["ssm.conv_kernel"],
-    }
-    if ffn == "mlp":
-        return keys
-    return keys | {
-        "n_routed_experts": values["expert_count"],
-        "num_experts_per_tok": values["expert_used_count"],
-        "moe_intermediate_size": values["expert_feed_forward_length"],
-        "moe_shared_expert_intermediate_size": values["expert_shared_feed_forward_length"],
-        "n_shared_experts": values["expert_shared_count"],
-        "moe_latent_size": values.get("moe_latent_size"),
-        "routed_scaling_factor": values.get("expert_weights_scale", 1.0),
-        "norm_topk_prob": values.get("expert_weights_norm", True),
-        "n_group": values.get("expert_group_count", 1),
-        "topk_group": values.get("expert_group_used_count", 1),
-    }
-
-
-def _of_layers(values: Mapping[str, Any], key: str) -> list[Any]:
+def of_layers(values: Mapping[str, Any], key: str) -> list[Any]:
     """Returns a number for each layer, where one number is that of all. Raises ValueError for a list of another length.
 
     Layers that predict further tokens may be counted or not.
@@ -328,7 +239,7 @@ def _of_layers(values: Mapping[str, Any], key: str) -> list[Any]:
 
 def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of Gemma 3n. Files state how many deviations above the mean the sparse gates begin."""
-    scales = _of_layers({"activation_sparsity_scale": -math.inf, **values}, "activation_sparsity_scale")
+    scales = of_layers({"activation_sparsity_scale": -math.inf, **values}, "activation_sparsity_scale")
     return {
         **_kinds({"attention.sliding_window_pattern": 5, **values}),
         "sliding_window": values["attention.sliding_window"],
@@ -345,17 +256,17 @@ def gemma3n(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def gemma4(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of Gemma 4, whose layers that see everything have larger heads, and perhaps fewer of them."""
     kinds = _kinds(values)["layer_types"]
-    kv_heads, sizes = (_of_layers(values, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    kv_heads, sizes = (of_layers(values, key) for key in ("attention.head_count_kv", "feed_forward_length"))
     of_full = [count for count, kind in zip(kv_heads, kinds, strict=True) if kind == "full_attention"]
     of_sliding = [count for count, kind in zip(kv_heads, kinds, strict=True) if kind != "full_attention"]
-    with_values, with_keys = (values[LAYERS_WITH][f"attn_{one}.weight"] for one in "vk")
+    with_values, with_keys = (values[LAYERS_WITH].get(f"attn_{one}.weight", []) for one in "vk")
     return {
         "layer_types": kinds,
         "head_dim": values["attention.key_length_swa"],
         "global_head_dim": values["attention.key_length"],
         "num_key_value_heads": of_sliding[0] if of_sliding else of_full[0],
         "num_global_key_value_heads": of_full[0],
-        "attention_k_eq_v": with_values < with_keys,
+        "attention_k_eq_v": len(with_values) < len(with_keys),
         "intermediate_size": min(sizes),
         "use_double_wide_mlp": max(sizes) > min(sizes),
         "sliding_window": values["attention.sliding_window"],
@@ -383,6 +294,6 @@ def _kinds(values: Mapping[str, Any]) -> Mapping[str, Any]:
     pattern = values.get("attention.sliding_window_pattern", 4)
     if isinstance(pattern, list):
         num_layers = values["block_count"] - values.get("nextn_predict_layers", 0)
-        slide = _of_layers(values, "attention.sliding_window_pattern")[:num_layers]
+        slide = of_layers(values, "attention.sliding_window_pattern")[:num_layers]
         return {"layer_types": [("full_attention", "sliding_attention")[bool(slides)] for slides in slide]}
     return {"sliding_window_pattern": pattern}

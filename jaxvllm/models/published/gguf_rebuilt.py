@@ -109,7 +109,24 @@ _MAMBA2 = {
     "D": RebuiltTensor(("ssm_d",), _flat),
     "norm.weight": RebuiltTensor(("ssm_norm.weight",), _flat),
 }
-NEMOTRON_H = {f"mixer.{name}": tensor for name, tensor in _MAMBA2.items()}
+MAMBA2 = {f"mixer.{name}": tensor for name, tensor in _MAMBA2.items()}
+# Of Mamba, each channel has a row of decays.
+_MAMBA = {"A_log": RebuiltTensor(("ssm_a",), _logarithm), "D": _MAMBA2["D"]}
+MAMBA = {f"mixer.{name}": tensor for name, tensor in _MAMBA.items()}
+JAMBA = {f"mamba.{name}": tensor for name, tensor in _MAMBA.items()}
+# The norm before the FFN has no kind in its name.
+FALCON_H1 = {
+    **{f"mamba.{name}": tensor for name, tensor in _MAMBA2.items()},
+    "pre_ff_layernorm.weight": RebuiltTensor(("ffn_norm",), _flat),
+}
+KIMI_LINEAR = {
+    **LATENT,
+    "self_attn.A_log": RebuiltTensor(("ssm_a",), _logarithm),
+    **{
+        f"self_attn.{letter}_conv1d.weight": RebuiltTensor((f"ssm_conv1d_{letter}.weight",), lambda parts, _: parts[0])
+        for letter in "qkv"
+    },
+}
 GRANITE_HYBRID = {
     **GRANITE_MOE,
     **{f"mamba.{name}": tensor for name, tensor in _MAMBA2.items()},

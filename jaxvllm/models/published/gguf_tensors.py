@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.cores import num_cores
 from jaxvllm.gguf_file import GgufFile, GgufTensor
 from jaxvllm.models.published.encoded_files import decoded
 from jaxvllm.models.published.gguf_architecture import GgufArchitecture, RebuiltTensor
@@ -25,12 +23,11 @@ from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.gguf_names import OUTSIDE
 from jaxvllm.models.published.parts import Part, ScaledCodes, added, alternating, by_group, stored, turned
 from jaxvllm.models.published.shaped_part import ShapedPart
-from jaxvllm.models.tiling import Box, Fill
+from jaxvllm.models.tiling import Box, Fill, by_threads
 from jaxvllm.models.weight_names import Source
 
 _MOST_EXPERTS = 4096
 # Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
-_MOST_THREADS = 8
 _PIECE = 1 << 20
 
 
@@ -50,6 +47,7 @@ class GgufTensors:
 
     file: GgufFile
     places: Mapping[str, _StoredMatrix]
+    numbers: Mapping[str, float]  # tensors of one number, which the metadata have
     heads: Mapping[str, int]  # how many a tensor has whose rows are stored for a rope that turns neighbours
     norm_offset: float
     values: Mapping[str, Any]  # the metadata under the architecture's name
@@ -62,7 +60,7 @@ class GgufTensors:
         name, architecture = architecture_of(file)
         start = f"{name}."
         values = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
-        places = _rebuilt(file, architecture.rebuilt)
+        places = _rebuilt(file, architecture)
         others = {stored_name for place in places.values() for stored_name in place.names}
         others |= {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
         for stored_name, tensor in file.tensors.items():
@@ -88,14 +86,16 @@ class GgufTensors:
                 types[tensor.kind] = BlockType.of(tensor.kind, f"{tensor.path}: tensor {stored_name}")
         paths = {tensor.path for tensor in file.tensors.values()}
         mapped = {path: np.memmap(path, np.uint8, "r").view(np.ndarray) for path in paths}
-        return cls(file, places, heads, architecture.norm_offset, values, types, mapped)
+        return cls(file, places, _numbers(file, architecture), heads, architecture.norm_offset, values, types, mapped)
 
     @property
     def names(self) -> set[str]:
-        return set(self.places)
+        return {*self.places, *self.numbers}
 
     def where(self, name: str) -> str:
         """Returns the file of a tensor, and its name there."""
+        if name in self.numbers:
+            return f"{self.file.path}: metadata of {name}"
         return self._where(self.places[name].names[0])
 
     def _where(self, stored_name: str) -> str:
@@ -103,25 +103,26 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor that is there."""
+        if name in self.numbers:
+            return (1,)
         return self.file.tensors[self.places[name].names[0]].shape
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor is missing, or another one. Nothing of it is read."""
-        self._part(name, shape)
+        if name in self.numbers:
+            assert math.prod(shape) == 1, "families have such tensors as numbers"
+        else:
+            self._part(name, shape)
 
     def fill(self, source: Source) -> Fill:
         """Returns the function that fills a part of our array. Raises ValueError as `check` does."""
         self.check(source.name, source.shape)
+        if (number := self.numbers.get(source.name)) is not None:
+            return lambda out, _: out.fill(number)
 
         def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
             whole = decoded(self._part(source.name, source.shape, out.dtype), source)
-            pieces = list(Box(start, out.shape).pieces(_PIECE))
-            if len(pieces) == 1:  # starting a thread takes as long as decoding 100,000 numbers
-                whole(out, start)
-                return
-            with ThreadPoolExecutor(min(_MOST_THREADS, num_cores(), len(pieces))) as threads:
-                # `list` raises what a thread has raised.
-                list(threads.map(lambda piece: whole(out[piece.index(start)], piece.start), pieces))
+            by_threads(whole, _PIECE)(out, start)
 
         return fill
 
@@ -203,6 +204,9 @@ class GgufTensors:
         """Returns the values of a tensor of the file. Vectors are in float32, because more is computed with them."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
+        if len(tensor.shape) > 3 or tensor.shape[1:-1] == (1,):  # convolutions, and heads, with axes of one element
+            shape = (*(size for size in tensor.shape[:-1] if size != 1), tensor.shape[-1])
+            tensor = replace(tensor, shape=shape)
         if len(tensor.shape) < 3:
             exact = np.float32 if len(tensor.shape) == 1 else dtype
             return ShapedPart(values_of(tensor, where, kind, mapped, dtype=exact), tensor.shape)
@@ -279,21 +283,33 @@ def _hf_name(name: str, architecture: GgufArchitecture) -> str:
     number, _, own = rest.partition(".")
     if start == "blk" and number.isdecimal():
         if (whole := tensors.get(f"{own}.{kind}")) is not None:
-            return f"model.layers.{number}.{whole}"
+            return f"{architecture.prefix}layers.{number}.{whole}"
         if own in tensors:
-            return f"model.layers.{number}.{tensors[own]}.{kind}"
+            return f"{architecture.prefix}layers.{number}.{tensors[own]}.{kind}"
     return name
 
 
-def _rebuilt(file: GgufFile, rebuilt: Mapping[str, RebuiltTensor]) -> dict[str, _StoredMatrix]:
+def _rebuilt(file: GgufFile, architecture: GgufArchitecture) -> dict[str, _StoredMatrix]:
     """Returns the tensors of layers that are made of others, where the file has all of these."""
     layers = dict.fromkeys(name.split(".")[1] for name in file.tensors if name.startswith("blk."))
     found: dict[str, _StoredMatrix] = {}
     for number in layers:
-        for end, tensor in rebuilt.items():
+        for end, tensor in architecture.rebuilt.items():
             names = tuple(f"blk.{number}.{own}" for own in tensor.names)
             if all(name in file.tensors for name in names):
-                found[f"model.layers.{number}.{end}"] = _StoredMatrix(names, rebuilt=tensor)
+                found[f"{architecture.prefix}layers.{number}.{end}"] = _StoredMatrix(names, rebuilt=tensor)
+    return found
+
+
+def _numbers(file: GgufFile, architecture: GgufArchitecture) -> dict[str, float]:
+    """Returns the tensors of one number that the metadata have for each layer. Raises ValueError for other lists."""
+    found: dict[str, float] = {}
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    for end, key in architecture.numbers.items():
+        values = file.metadata.get(key)
+        if not isinstance(values, list) or len(values) != count or any(type(value) is not float for value in values):
+            raise ValueError(f"{file.path} must have a list {key} of {count} numbers, one for each layer")
+        found |= {f"{architecture.prefix}layers.{layer}.{end}": value for layer, value in enumerate(values)}
     return found
 
 

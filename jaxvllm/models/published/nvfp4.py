@@ -9,10 +9,10 @@ from jaxvllm.models.published.encoding import FP8
 from jaxvllm.models.published.mxfp4 import fp4_pairs
 from jaxvllm.models.published.parts import Part, by_group, scaled, stored, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
-from pallas_kernels.quantized_matmul.code import FLOAT4
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
 
 GROUP = 16
-STORED_NVFP4 = StoredAs(FLOAT4, GROUP, "float32")  # the two scales of an element as one
+STORED_NVFP4 = StoredAs(FLOAT4, GROUP, E4M3.name)
 BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
 _FLOATS: Mapping[str, np.dtype] = {"F32": np.dtype(np.float32)}
 _SCALES = {name: FP8[name] for name in ("F8_E4M3",)}
@@ -34,9 +34,7 @@ def nvfp4_part(
     grid = rows, columns // GROUP
     of_groups = stored(files.tensor(scales, grid, _SCALES))
     factor = one_number(files, last)
-    whole = np.full((1, 1), 1 / factor if divides else factor, np.float32)
-    both = scaled(of_groups, by_group(stored(whole), grid))
-    return scaled(unpacked(numbers, fp4_pairs()), by_group(both, (1, GROUP)))
+    return scaled(unpacked(numbers, fp4_pairs()), by_group(of_groups, (1, GROUP), 1 / factor if divides else factor))
 
 
 def one_number(files: WeightFiles, name: str) -> float:

@@ -5,12 +5,12 @@ Where a part is made of codes of few bits and of scales by group, it says so: fo
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxvllm.models.tiling import Box
-from pallas_kernels.quantized_matmul.code import BYTES, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT4, Code
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
@@ -53,15 +53,24 @@ class ByGroup:
     """The value of the group of each element, of which the last group of an axis may have fewer than others.
 
     groups: for each axis, how many elements in a row are a group, or the number of the group of each element
+    factor: by which the values of `part` are multiplied
     """
 
     part: Part
     groups: Sized
+    factor: np.float32 = np.float32(1)
 
     @property
     def dtype(self) -> str:
-        """The dtype that holds all values."""
+        """The dtype that holds all values of `part`."""
+        if self.part_is_e4m3:
+            return E4M3.name
         return self.part.array.dtype.name if isinstance(self.part, Stored) else "float32"
+
+    @property
+    def part_is_e4m3(self) -> bool:
+        """Whether the values of `part` are numbers of E4M3 as they are stored."""
+        return isinstance(self.part, Codes) and self.part.code == E4M3 and not self.part.added
 
     def __call__(self, box: Box) -> np.ndarray:
         start, shape, places = list(box.start), list(box.shape), []
@@ -72,6 +81,7 @@ class ByGroup:
                 shape[axis] = int(own.max()) - start[axis] + 1
                 places.append((axis, own - start[axis]))
         found = self.part(Box(tuple(start), tuple(shape)))
+        found = found if self.factor == 1 else found * self.factor
         # The last axis comes first: then rows are copied whole.
         for axis, own in reversed(places):
             found = np.take(found, own, axis)
@@ -116,13 +126,17 @@ class ScaledCodes:
 
         codes, words = self.codes, (self.codes.words, self.codes.high_words)
         changed = Codes(codes.code, change(codes.read), codes.added, *(one and change(one) for one in words))
-        return self._mapped(changed, lambda values: ByGroup(change(values.part), values.groups))
+        return self._mapped(changed, lambda values: replace(values, part=change(values.part)))
 
     @property
     def turned(self) -> "ScaledCodes":
         """The transpose."""
         codes = Codes(self.codes.code, turned(self.codes.read), self.codes.added)
-        return self._mapped(codes, lambda values: ByGroup(turned(values.part), _swapped(values.groups)))
+
+        def changed(values: ByGroup) -> ByGroup:
+            return replace(values, part=turned(values.part), groups=_swapped(values.groups))
+
+        return self._mapped(codes, changed)
 
     def _mapped(self, codes: Codes, change: Callable[[ByGroup], ByGroup]) -> "ScaledCodes":
         others = (self.zeros, self.factors, self.mins, self.min_factors)
@@ -246,9 +260,9 @@ def alternating(parts: Sequence[Part], axis: int) -> Part:
     return values
 
 
-def by_group(part: Part, groups: Sequence[int | np.ndarray]) -> ByGroup:
-    """Returns the value of the group of each element, for groups as `ByGroup` has them."""
-    return ByGroup(part, tuple(groups))
+def by_group(part: Part, groups: Sequence[int | np.ndarray], factor: float = 1) -> ByGroup:
+    """Returns the value of the group of each element times a factor, for groups as `ByGroup` has them."""
+    return ByGroup(part, tuple(groups), np.float32(factor))
 
 
 def scaled(values: Part, scales: Part, zeros: Part | None = None) -> Part:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from jaxvllm.models.published.parts import ByGroup, Part, ScaledCodes
 from jaxvllm.models.tiling import Box, Fill, Tile, tiled
 from jaxvllm.models.weight_names import Source
 from pallas_kernels.integer_matmul.code_panels import UNITS
+from pallas_kernels.quantized_matmul.code import E4M3
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class StoredCodes:
     def stored_as(self, inputs: int) -> StoredAs | Segments | None:
         """Returns how all parts of the matrix, which has so many `inputs`, are stored, or None if no form has all.
 
-        The groups are those of our matrix: each has consecutive elements of a row.
+        The groups are those of our matrix: each has consecutive elements of a row, of which the last may have fewer.
         """
         ways = [_stored_as(source, codes, inputs) for source, codes in self.parts]
         return joined(ways, inputs) or _segments([source for source, _ in self.parts], ways, inputs)
@@ -63,9 +65,14 @@ class StoredCodes:
             fill(lambda codes: codes.factors),
             fill(lambda codes: codes.mins),
             fill(lambda codes: codes.min_factors),
+            fill(lambda codes: partial(_filled_with, codes.scales.factor)),
             _if_all(low),
             _if_all(high),
         )
+
+
+def _filled_with(value: np.float32, box: Box) -> np.ndarray:
+    return np.full(box.shape, value, np.float32)
 
 
 def _tile(source: Source, part: Part) -> Tile:
@@ -77,7 +84,7 @@ def _tile_of_groups(source: Source, part: Part, group: int) -> Tile | None:
     narrow = _narrowed(source, group)
     if narrow is None or not isinstance(part, ByGroup) or not isinstance(size := part.groups[-1], int) or size % group:
         return None
-    return _tile(narrow, ByGroup(part.part, (*part.groups[:-1], size // group)))
+    return _tile(narrow, replace(part, groups=(*part.groups[:-1], size // group)))
 
 
 def _tile_of_words(source: Source, words: Part | None, unit: int) -> Tile | None:
@@ -155,12 +162,17 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
     if (size := codes.group_along(axis)) is None:
         return None
     options: dict[str, Any] = {"has_zeros": has_zeros, "has_mins": has_mins}
-    if size >= source.shape[axis] and source.view[-1] == inputs:
+    is_e4m3 = codes.scales.dtype == E4M3.name
+    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3:
         return StoredAs(code, None, codes.scales.dtype, **options)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
-    group = math.gcd(size, inputs, start[axis], source.at[-1], source.view[-1], *moves)
+    # After the last tensor of a row, nothing begins within a group.
+    is_last = source.at[-1] + source.view[-1] == inputs
+    group = math.gcd(size, start[axis], source.at[-1], 0 if is_last else source.view[-1], *moves)
     if codes.factors is None:
-        return StoredAs(code, group, codes.scales.dtype, **options)
+        # A row whose parts are several tensors has no scale of its own.
+        is_split = is_e4m3 and source.view[-1] < inputs
+        return StoredAs(code, group, "float32" if is_split else codes.scales.dtype, **options)
     if (above := codes.span_along(axis)) is None:
         return None
     span = math.gcd(above, inputs, start[axis], source.at[-1], source.view[-1], *moves)

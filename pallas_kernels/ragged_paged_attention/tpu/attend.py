@@ -196,7 +196,7 @@ class Attender:
 
     @property
     def _paged(self) -> list[tuple[Ref, Ref]]:
-        """What is fetched of each page: where it is in HBM, and the slots for it in VMEM."""
+        """The arrays of which each page is fetched, in HBM, and the slots for them in VMEM."""
         return [(self.pages, self.kv)] + ([] if self.scales is None else [(self.scales, self.kv_scales)])
 
     def _copy_queries(self, fetch: _Fetch, slot: jax.Array) -> Any:

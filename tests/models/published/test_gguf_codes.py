@@ -19,7 +19,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
-from jaxvllm.models.forms.few_bits import FewBits
+from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.ops import look_up
@@ -30,12 +30,15 @@ from jaxvllm.models.tiling import Box
 from jaxvllm.models.weight_names import Source
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
 from pallas_kernels.quantized_matmul.code import UINT4, UINT6
 from tests.models.dense import dense_logits
 from tests.models.published.test_stored_bits import load
 
 # Layers 0 and 1 have values and down projections in Q4_K, and layers 2 and 3 in Q6_K.
 CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "tie_word_embeddings": True,
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "head_dim": 64,
@@ -218,3 +221,17 @@ def test_new_weights_are_rounded_to_the_nearest(has_mins: bool) -> None:
     away = np.abs(decoded_arrays(form, arrays) - np.asarray(matrix))
     assert (away[1] < 0.75 * steps[1]).all() and away.max() < 0.3  # half a step, and what scales are rounded by
     assert not away[0, 3].any()
+    # In panels, and in a part of a matrix, they are the same numbers.
+    stored = StoredAs(form.code, 32, "int8", span=256, has_mins=has_mins)
+    chip = host_chip()
+    ours = InParts(1, ((4, form), (2, CpuGroups(stored, 32, chip)))).of_matrix(
+        ParamDecl(matrix.shape, (None, None, None), storage="matrix")
+    )
+    names = ours.declare(ParamDecl(matrix.shape, (None, None, None), storage="matrix"))
+    halves = ours.keep(matrix, dict.fromkeys(names, place))
+    assert {name: array.shape for name, array in halves.items()} == {name: one.shape for name, one in names.items()}
+    panels = ours.parts[1][1]
+    assert isinstance(panels, CpuGroups)
+    own = {name[2:]: array.reshape(-1, *array.shape[2:]) for name, array in halves.items() if name[0] == "1"}
+    rows = decoded_rows(panels.panels(512), own, jnp.array([0, 1, chip.panel_columns, chip.panel_columns + 1]), 512)
+    np.testing.assert_array_equal(rows, decoded_arrays(form, arrays)[:, 4:].reshape(4, 512))

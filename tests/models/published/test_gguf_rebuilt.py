@@ -22,7 +22,7 @@ from jaxvllm.models.published.gguf_tensors import GgufTensors
 from jaxvllm.models.published.shaped_part import ShapedPart, concatenated
 from jaxvllm.models.tiling import Box
 from jaxvllm.models.weight_names import Source
-from tests.gguf_cases import CASES, Case, Config, Tensors, as_written, written
+from tests.gguf_cases import CASES, Case, Config, Tensors, add_latent_before_next, as_written, written
 from tests.models.published.written import write_model
 
 
@@ -141,6 +141,9 @@ def test_only_yarn_makes_logits_of_deepseek_steeper(tmp_path: Path) -> None:
     [
         ("nemotron_h", "attention.head_count_kv", [0, 2]),
         ("nemotron_h", "feed_forward_length", [0, 104]),
+        ("jamba", "attention.head_count_kv", [0, 2]),
+        ("kimi_linear", "attention.head_count_kv", [0, 1]),
+        ("glm_moe_dsa", "attention.indexer.types", [True]),
         ("lfm2", "attention.head_count_kv", [0, 2]),
         ("gemma4", "attention.sliding_window_pattern", [True] * 8),
         ("gemma3n", "activation_sparsity_scale", [0.5]),
@@ -158,8 +161,48 @@ def test_a_list_of_another_length_than_the_layers_is_refused(
         value.value = counts
 
     written(replace(case, more=of_layers), own, config, path)
-    with pytest.raises(ValueError, match=rf"model.gguf has metadata \w+\.\* .*: {key} has {len(counts)} numbers, and"):
+    with pytest.raises(
+        ValueError, match=rf"model.gguf has metadata [\w-]+\.\* .*: {key} has {len(counts)} numbers, and"
+    ):
         checkpoint.read_config(path)
+
+
+def case_of(fixture: str, **changes: Any) -> Case:
+    return replace(next(case for case in CASES if case.fixture == fixture), **changes)
+
+
+def test_tensors_tell_which_layers_have_experts_or_an_index(tmp_path: Path) -> None:
+    path, case = tmp_path / "model.gguf", case_of("glm_moe_dsa", more=add_latent_before_next)
+    fixture, config = as_written(case)
+    written(case, fixture, config, path)
+    assert model_spec(checkpoint.read_config(path)) == model_spec(config)
+    case = case_of("jamba")
+    fixture, config = as_written(case)
+    dense = {name: shape for name, shape in fixture.shapes.items() if ".layers.2.feed_forward." not in name}
+    written(case, replace(fixture, shapes=dense), config, path)
+    assert model_spec(checkpoint.read_config(path)) == model_spec(config | {"num_experts": 1})
+
+
+def test_what_files_of_states_and_activations_must_have(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+
+    def load(case: Case, without: str = "") -> None:
+        fixture, config = as_written(case)
+        shapes = {name: shape for name, shape in fixture.shapes.items() if name != without}
+        written(case, replace(fixture, shapes=shapes), config, path)
+        checkpoint.load(path, model_spec(checkpoint.read_config(path)), dtype=jnp.float32, layout="separate")
+
+    with pytest.raises(
+        ValueError, match=r"jamba\.\* .*: attn_layers are \[0, 1, 3\] of 4, and should be one in each of"
+    ):
+        load(case_of("jamba", stated={"num_key_value_heads": [2, 2, 0, 2]}))
+    with pytest.raises(ValueError, match=r"jamba\.\* .*: attn_layers are \[\] of 4"):
+        load(case_of("jamba", stated={"num_key_value_heads": [0, 0, 0, 0]}))
+    with pytest.raises(ValueError, match=r"model.gguf lacks the tensor lm_head.weight"):
+        load(case_of("falcon_h1"), "lm_head.weight")
+    for numbers in ([0.5], [1, 2, 3, 4]):
+        with pytest.raises(ValueError, match=r"model.gguf must have a list xielu.alpha_p of 4 numbers, one for each"):
+            load(case_of("apertus", more=lambda writer, _, numbers=numbers: writer.add_array("xielu.alpha_p", numbers)))
 
 
 def test_a_stack_is_checked_without_a_look_at_each_matrix_and_usable_cores_decode(

@@ -423,7 +423,7 @@ def test_scales_of_padding_are_finite():
 
     form, matrix = ScaledGroups(E4M3, 16, "float8_e8m0fnu"), ParamDecl((8, 32), ("heads", "embed"))
     scales = np.full((8, 2), 255, np.uint8)
-    form.fills(matrix, few_bits.Elements(nothing, nothing, nothing))["scales"](scales, (0, 0))
+    form.fills(matrix, few_bits.Elements(nothing, nothing, nothing, nothing))["scales"](scales, (0, 0))
     assert np.isfinite(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)).all()
 
 
