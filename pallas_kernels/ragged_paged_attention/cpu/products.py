@@ -1,8 +1,8 @@
 """The products of attention on CPU, each a function of machine code.
 
 The operands of an item lie in units of 4 bytes, each a float32 or a pair of bfloat16: two neighbours in a key, or the
-same place of the values of two tokens that follow each other. Sums are of float32. The products take a few queries at a
-time, so that their sums stay in registers, and there is a function for each such number.
+same place of the values of two neighbouring tokens. Sums are of float32. The products take a few queries at a time, so
+that their sums stay in registers, and there is a function for each such number.
 """
 
 from collections.abc import Iterator
