@@ -34,6 +34,7 @@ PROBLEMS = [
     Problem(64, 1, 128, 64, "bfloat16", "bfloat16"),
     Problem(32, 32, 128, 16, "bfloat16", "bfloat16"),
     Problem(16, 8, 256, 32, "bfloat16", "float8_e4m3fn"),
+    replace(LLAMA, page_size=64, kv_dtype="int8", by_token=True),
     # DeepSeek V3 with all of its heads.
     Problem(128, 1, 640, 64, "bfloat16", "bfloat16", 512),
 ]
@@ -188,7 +189,7 @@ def test_blocks_of_the_model_fit_the_chip(problem: Problem, chip: TpuChip) -> No
         assert blocks.vmem_bytes(problem) <= VMEM_SHARES[stage] * chip.vmem_bytes
         total += scratch_bytes(Attender.scratch(problem, blocks, *arrays(problem)))
         total += 16 * blocks.tile_rows(problem) * blocks.step_pages * problem.page_size
-    pages, _ = arrays(problem)
+    pages, *_ = arrays(problem)
     total += scratch_bytes(Writer.scratch(pages, tpu_blocks.write_tokens(problem, chip)))
     total += scratch_bytes(Merger.scratch(pages, 3))
     assert total < 0.85 * chip.vmem_bytes
@@ -220,10 +221,12 @@ def test_a_faster_memory_has_more_on_its_way() -> None:
         assert 2 * fetched[chip.name] > 0.8 * chip.hbm_bandwidth / chip.num_cores * tpu_blocks.DMA_LATENCY
 
 
-def arrays(problem: Problem) -> tuple[Any, Any]:
+def arrays(problem: Problem) -> tuple[Any, Any, Any]:
     pages = (1, 1, problem.num_kv_heads, problem.page_size, problem.width)
     tokens = (64, -(-problem.num_heads // 8) * 8, problem.head_size)
-    return jax.ShapeDtypeStruct(pages, problem.kv_dtype), jax.ShapeDtypeStruct(tokens, problem.dtype)
+    rows = problem.num_kv_heads * -(-problem.num_scales * problem.page_size // 128)
+    scales = jax.ShapeDtypeStruct((1, 1, rows, 128), jnp.float32) if problem.by_token else None
+    return jax.ShapeDtypeStruct(pages, problem.kv_dtype), jax.ShapeDtypeStruct(tokens, problem.dtype), scales
 
 
 def scratch_bytes(scratch: dict[str, Any]) -> int:
