@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxvllm.gguf_file import GgufFile
-from jaxvllm.models import checkpoint
+from jaxvllm.models import checkpoint, tiling
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.published import gguf_tensors
 from jaxvllm.models.published.gguf_tensors import GgufTensors
@@ -222,7 +222,7 @@ def test_a_stack_is_checked_without_a_look_at_each_matrix_and_usable_cores_decod
     # As many threads decode as the process may use cores, and not as the host has.
     counts: list[int] = []
     monkeypatch.setattr(gguf_tensors, "_PIECE", 200)
-    monkeypatch.setattr(gguf_tensors, "ThreadPoolExecutor", lambda count: counts.append(count) or Threads(count))
+    monkeypatch.setattr(tiling, "ThreadPoolExecutor", lambda count: counts.append(count) or Threads(count))
     name = "model.embed_tokens.weight"
     rows, columns = fixture.shapes[name]
     source = Source(name, (rows, columns), (0, 0), (rows, columns))
