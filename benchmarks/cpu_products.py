@@ -127,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one_core:  # before JAX makes its threads; torch's process has the same core
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    keep_temporaries()  # as in an engine: the pages of a result of 4 MB took 9% of a product with 512 rows
+    keep_temporaries()  # as in an engine
     device = machine()
     peer = None if args.torch is None else PeerProcess(args.torch, WORKER)
     experts = ((FEATURES, WIDTH), (WIDTH, FEATURES))
