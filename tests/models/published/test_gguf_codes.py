@@ -39,7 +39,6 @@ from tests.models.published.test_stored_bits import load
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
     "tie_word_embeddings": True,
-    "model_type": "qwen3",
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "head_dim": 64,
