@@ -27,7 +27,7 @@ class Goal:
     @classmethod
     def of(cls, case: RaggedCase) -> "Goal | None":
         """Returns the goal of `case`, if it has one."""
-        if (case.num_heads, case.head_size) != (GOAL_HEADS, GOAL_HEAD_SIZE):
+        if (case.num_heads, case.head_size) != (GOAL_HEADS, GOAL_HEAD_SIZE) or case.kv_dtype is not None:
             return None
         context = sum(row.kv_len for row in case.rows)
         if case.is_decode and context >= DECODE_FROM_TOKENS:

@@ -197,7 +197,7 @@ def _serving() -> tuple[RaggedCase, ...]:
     ) + tuple(
         # Llama 3 8B, and DeepSeek V3 on eight devices.
         RaggedCase(
-            f"{name}-q{heads}-{'latent' if latent_size else 'd128'}-int8-by-token", heads, 1 if latent_size else 8,
+            f"{name}-{'latent' if latent_size else 'heads'}-int8-by-token", heads, 1 if latent_size else 8,
             576 if latent_size else 128, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows, kv_dtype="int8",
             by_token=True, latent_size=latent_size,
         )
