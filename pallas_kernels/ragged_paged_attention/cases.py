@@ -197,14 +197,15 @@ def _serving() -> tuple[RaggedCase, ...]:
     ) + tuple(
         # Llama 3 8B, and DeepSeek V3 on eight devices.
         RaggedCase(
-            f"{name}-{'latent' if latent_size else 'heads'}-int8-by-token", heads, 1 if latent_size else 8,
-            576 if latent_size else 128, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows, kv_dtype="int8",
-            by_token=True, latent_size=latent_size,
+            f"{name}-int8-by-token", heads, 1 if latent_size else 8, 576 if latent_size else 128, page_size,
+            len(rows) * rows[0].query_len, rows, kv_dtype="int8", by_token=True, latent_size=latent_size,
         )
-        for name, rows, heads, latent_size in (
-            ("decode-64x4096", (RowCase(1, 4096),) * 64, 32, None),
-            ("prefill-2048", (RowCase(2048, 2048),), 32, None),
-            ("decode-64x4096", (RowCase(1, 4096),) * 64, 16, 512),
+        for name, rows, heads, page_size, latent_size in (
+            ("decode-64x4096-heads", (RowCase(1, 4096),) * 64, 32, SERVING_PAGE_SIZE, None),
+            # The engine's default, whose scales are the smallest copies.
+            ("decode-64x4096-pages-of-16", (RowCase(1, 4096),) * 64, 32, 16, None),
+            ("prefill-2048-heads", (RowCase(2048, 2048),), 32, SERVING_PAGE_SIZE, None),
+            ("decode-64x4096-latent", (RowCase(1, 4096),) * 64, 16, SERVING_PAGE_SIZE, 512),
         )
     )  # fmt: skip
 

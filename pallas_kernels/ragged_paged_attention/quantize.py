@@ -18,6 +18,11 @@ _HOLD_BYTES = ("reference", "cpu")
 _LEAST = 1e-30
 
 
+def largest_code(codes: DTypeLike) -> float:
+    """Returns the largest number that a code of this dtype stands for, before scales."""
+    return 127.0 if jnp.dtype(codes) == jnp.int8 else float(jnp.finfo(codes).max)
+
+
 @dataclass(frozen=True)
 class KVQuantization:
     """Keys and values are codes in eight bits, each multiplied by a scale: one for a head, or one for each token of it.
@@ -32,7 +37,7 @@ class KVQuantization:
     @property
     def largest(self) -> float:
         """The largest code."""
-        return 127.0 if self.codes == "int8" else float(jnp.finfo(self.codes).max)
+        return largest_code(self.codes)
 
     @property
     def needs_scales(self) -> bool:

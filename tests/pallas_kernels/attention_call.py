@@ -105,7 +105,16 @@ def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFERENCE, seed: int = 0) -> Call:
+def make_call(
+    case: RaggedCase,
+    dtype: Any = np.float32,
+    backend: Backend = REFERENCE,
+    seed: int = 0,
+    *,
+    first_wins: bool = False,
+) -> Call:
+    """A call of random numbers. With `first_wins` a row's first token has a weight near 1 and a value near 0, and each
+    of the others a weight of 1e-5."""
     rng = np.random.default_rng(seed)
     T, H, K, D, S = case.num_tokens, case.num_heads, case.num_kv_heads, case.head_size, case.page_size
     layout = RowLayout.of(D, case.latent_size, backend)
@@ -143,6 +152,7 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
     slopes = rng.uniform(0.003, 0.3, H).astype(np.float32) if case.slopes else None
     # Queries of padding are finite, as a model's are. Their keys and values are written to the trash page: NaN.
     q, k, v = normal(T, H, D), np.full((T, K, D), np.nan, dtype), np.full((T, K, D), np.nan, dtype)
+    q = np.abs(q) if first_wins else q
     expected, real = np.zeros((T, H, case.latent_size or D)), np.zeros(T, np.bool_)
     for index, row in enumerate(case.rows):
         mine = np.asarray([free.pop() for _ in range(-(-row.kv_len // S))], np.int32)
@@ -150,6 +160,9 @@ def make_call(case: RaggedCase, dtype: Any = np.float32, backend: Backend = REFE
         positions = np.arange(row.kv_len)
         for layer in range(LAYERS):
             context = normal(2, row.kv_len, K, D)
+            if first_wins:
+                context = np.stack([context[0] * dtype.type(0.1), np.abs(context[1])])
+                context[0, :1], context[1, :1] = 15.2 / D**0.5, context[1, :1] * dtype.type(1e-3)
             if case.latent_size is not None:
                 context[1] = context[0]
             own = None if scales is None else scales[:, None, :, None]

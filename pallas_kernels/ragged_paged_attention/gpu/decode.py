@@ -268,7 +268,7 @@ def _consume(
 
         start = (done, attention.start())
         done, (summed, peak, total) = lax.fori_loop(piece.begin, piece.end, fold_block, start)
-        inverse = 1.0 / total
+        inverse = attention.inverse(total)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staged_peaks[...] = peak + jnp.log2(total)
         for column in range(0, attention.head_size, LANES):

@@ -105,6 +105,9 @@ def fetch_blocks(
     kv f[L * P * K, S, row size], scales f32[L * P * K * N, S] of tokens if they have some. `done` blocks went through
     the stages before. Returns their number afterwards.
     """
+    # The scales of 16 tokens are 64 bytes. Without this promise jax 0.11.2 copies them by a tensor map, which writes to
+    # multiples of 128 bytes only. A plain copy writes to multiples of 16.
+    plain = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
     block_tokens, page_size, tokens = attention.block, attention.page_size, attention.copy_tokens
 
     def pages_of(block: jax.Array) -> Pages:
@@ -134,7 +137,7 @@ def fetch_blocks(
                 into = scales_in(attention, memory, slot, number)
                 assert into is not None
                 into = into.at[pl.ds(index * tokens, tokens)]
-                plgpu.copy_gmem_to_smem(own, into, memory["block_here"].at[slot])
+                plgpu.copy_gmem_to_smem(own, into, memory["block_here"].at[slot], oob_mode=plain)
         return done + 1, ahead
 
     return lax.fori_loop(span.begin, span.end, fetch_block, (done, pages_of(span.begin)))[0]

@@ -277,7 +277,7 @@ def _consume(
         if sink_rows is not None:
             sink = plgpu.load(sink_rows.at[unit.head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             total = total + jnp.exp2(sink - peak)
-        inverse = 1.0 / jnp.maximum(total, 1e-30)
+        inverse = attention.inverse(jnp.maximum(total, 1e-30))
         for column in range(0, attention.head_size, LANES):
             part = summed[:, column : column + LANES]
             part = part * lax.broadcast_in_dim(inverse, part.shape, [0])

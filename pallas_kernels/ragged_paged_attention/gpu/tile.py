@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu import LANES, TILE, MatrixUnit, Ref
+from pallas_kernels.ragged_paged_attention.quantize import largest_code
 
 LOG2E = math.log2(math.e)
 # It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
@@ -95,15 +96,22 @@ class AttentionBuild:
     def scale_seen(
         self, weights: jax.Array, scales: Ref | None, first: jax.Array, begin: jax.Array, end: jax.Array
     ) -> jax.Array:
-        """Multiplies the weights f32[64, B] of the block from position `first` on by the scales of its values.
+        """Multiplies the weights f32[64, B] of the block from position `first` on by the largest numbers of its values,
+        which are their scales times the largest code. `inverse` divides by that code.
 
+        A scale is 127 times as small in int8, and float16 would have no product of it with a weight of 1e-5.
         Outside begin .. end - 1 the weights are zero, but scales may be NaN.
         """
         if scales is None:
             return weights
         at = first + plgpu.broadcasted_iota(jnp.int32, (self.block,), 0, layout=COLUMNS)
         loaded = plgpu.load(scales, layout=COLUMNS, optimized=False)
-        return self._times(weights, jnp.where((at >= begin) & (at < end), loaded, jnp.zeros_like(loaded)))
+        largest = loaded * largest_code(self.kv_dtype)
+        return self._times(weights, jnp.where((at >= begin) & (at < end), largest, jnp.zeros_like(largest)))
+
+    def inverse(self, total: jax.Array) -> jax.Array:
+        """Returns the factors f32[64] by which sums over values become averages, from the denominators f32[64]."""
+        return (1.0 / largest_code(self.kv_dtype) if self.num_scales else 1.0) / total
 
     @staticmethod
     def _times(x: jax.Array, columns: jax.Array) -> jax.Array:
