@@ -87,7 +87,7 @@ class CpuChip:
     @property
     def lanes(self) -> int:
         """The number of float32 in a vector register."""
-        return 16 if self.has("avx512f") else 8 if self.has("avx2") else 4
+        return 16 if self.has("avx512f") and self.has("avx512bw") else 8 if self.has("avx2") else 4
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ class CpuChip:
     @property
     def has_bf16_dot(self) -> bool:
         """Whether it multiplies pairs of bfloat16 and adds them up in float32."""
-        return self.has("avx512bf16") or self.has("bf16")  # x86-64's and ARM64's
+        return (self.has("avx512bf16") and self.lanes == 16) or self.has("bf16")  # x86-64's and ARM64's
 
     @property
     def has_bf16_tiles(self) -> bool:

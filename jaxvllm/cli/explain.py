@@ -123,7 +123,8 @@ def _has_template(llm: "LLM") -> bool:
 def _note(llm: "LLM") -> str | None:
     """Returns what a reader should know about the buckets of an engine that has just started."""
     programs = [holder.programs for holder in llm.engine.holders]
-    number, whole = sum(one.num_compiled for one in programs), sum(len(one.ladder.buckets) for one in programs)
-    if number >= whole:
+    missing, whole = sum(one.num_missing for one in programs), sum(len(one.ladder.buckets) for one in programs)
+    if not missing:
         return None
-    return f"At the end {number} of {whole} programs were compiled, so buckets were larger than need be: see --warm-up."
+    made = f"{whole - missing} of {whole} programs were compiled"
+    return f"At the end {made}, so buckets were larger than need be: see --warm-up."

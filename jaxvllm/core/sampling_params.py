@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from jaxvllm.core.errors import ParameterError, UnsupportedParameterError
@@ -42,6 +42,15 @@ UNSUPPORTED = {
     "logits_processors": "give LLM the functions, for all requests",
     "use_beam_search": "use LLM.beam_search and its BeamSearchParams",
 }
+
+# The parameters that leave the model's logits as they are, beside those that the temperature divides.
+_WITHOUT_RULES = frozenset(
+    "n best_of temperature structured_outputs thinking_token_budget repetition_detection seed stop stop_token_ids "
+    "ignore_eos max_tokens logprobs prompt_logprobs logprob_token_ids truncate_prompt_tokens skip_reading_prefix_cache "
+    "flat_logprobs stream_interval extra_args skip_clone detokenize skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output output_kind".split()
+)
+_FILTERS = frozenset({"top_k", "top_p", "min_p"})  # of random rows
 
 
 class RequestOutputKind(enum.Enum):
@@ -264,10 +273,12 @@ class SamplingParams:
 
     @property
     def has_logit_rules(self) -> bool:
-        """Whether any parameter beside the temperature changes the model's logits. Masks of the host are none."""
-        is_restricted = self.allowed_token_ids is not None or self.min_tokens > 0 or bool(self.bad_words)
-        is_filtered = not self.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
-        return self.is_penalized or is_restricted or is_filtered or bool(self.logit_bias)
+        """Whether any parameter beside the temperature changes the model's logits. Masks of the host are none.
+
+        A parameter that is new counts as one that does, until it is listed here.
+        """
+        ignored = _WITHOUT_RULES | (_FILTERS if self.greedy else frozenset())
+        return any(getattr(self, one.name) != one.default for one in fields(self) if one.name not in ignored)
 
     @property
     def wants_wide_scores(self) -> bool:

@@ -150,7 +150,9 @@ def build(
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     ladder = bucket_ladder(config, resolved, device.platform, proposer)
     smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
-    smallest.pages(spec, backend, meshes[0])  # which raises, before weights are read, where there are no such pages
+    # These raise, before weights are read, where there are no such pages, or none for what one device has of the heads.
+    smallest.pages(spec, backend, meshes[0])
+    smallest.device_bytes(Spread.on(spec, meshes[0]), backend)
     tokenizer_directory = _tokenizer_directory(config, directory)
     with clock.phase("tokenizer"):
         tokenizer = None if tokenizer_directory is None else Tokenizer.from_directory(tokenizer_directory)
@@ -161,6 +163,7 @@ def build(
         lenient = config.structured_outputs_lenient
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
+    ladder = replace(ladder, begins_plain=not defaults.params.has_logit_rules)
     named = cache(lambda: model_name(config, resolved, directory))
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once

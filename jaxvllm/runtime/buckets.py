@@ -133,6 +133,7 @@ class BucketLadder:
 
     buckets: tuple[Bucket, ...]
     drafts: DraftRoom = NO_DRAFTS
+    begins_plain: bool = True  # whether most requests have no logit rules
 
     @classmethod
     def build(
@@ -164,8 +165,13 @@ class BucketLadder:
 
     @cached_property
     def plain(self) -> Bucket:
-        """The plain twin of the first: the one that is compiled before any other."""
+        """The plain twin of the first."""
         return replace(self.first, is_plain=True)
+
+    @property
+    def earliest(self) -> Bucket:
+        """The one that is compiled before any other: the plain one, or the first where few requests would take that."""
+        return self.plain if self.begins_plain else self.first
 
     @cached_property  # asked before every step
     def widest(self) -> Bucket | None:

@@ -1,7 +1,8 @@
 """Compiled programs, one for each bucket. A small plain one is compiled first, the others while the engine serves.
 
 The smallest answers soonest: on a slow device, a prompt of 5 tokens takes much longer in a step for 512 than in one for
-16. Its plain twin comes before it, and requests with logit rules wait for the twin with these. Then comes the largest.
+16. Where most requests have no logit rules, its plain twin comes before it, and steps with others wait for the first.
+Then comes the largest.
 Until it is ready, the scheduler plans no more than the first holds.
 
 Split buckets are compiled when the first plan could use one, and drafted ones, where nobody chose a proposer, when
@@ -38,7 +39,7 @@ class Programs[Program]:
         yields: bool = True,
         afterwards: Sequence[Callable[[], object]] = (),
     ):
-        """Compiles the plain bucket before it returns. The engine can serve with it.
+        """Compiles the earliest bucket before it returns. The engine can serve with it.
 
         A thread compiles the others, the largest next, and does what is `afterwards`, which compiles something else
         that few requests need. With `yields` its priority is low from then on, so that it does not slow the steps down.
@@ -51,7 +52,7 @@ class Programs[Program]:
         self._ready: dict[Bucket, Program] = {}
         # Tokens and rows of the compiled buckets that hold prompts. Every step asks, so they are not sought each time.
         self.mixed_sizes: tuple[tuple[int, int], ...] = ()
-        self._compile(ladder.plain)
+        self._compile(ladder.earliest)
         # The thread is no daemon, because XLA must not compile while the interpreter shuts down. Then the thread ends
         # after the bucket at hand.
         self._thread = threading.Thread(target=self._compile_rest, name="jaxvllm-compile")
@@ -62,6 +63,11 @@ class Programs[Program]:
     @property
     def num_compiled(self) -> int:
         return len(self._ready)
+
+    @property
+    def num_missing(self) -> int:
+        """The buckets of the ladder that are not compiled yet."""
+        return sum(bucket not in self._ready for bucket in self.ladder.buckets)
 
     @property
     def largest(self) -> Program | None:
@@ -204,6 +210,7 @@ class Programs[Program]:
     def _compile(self, bucket: Bucket) -> None:
         start = time.monotonic()
         self._ready[bucket] = self._compile_step(bucket)
-        if not (bucket.is_decode or bucket.is_split or bucket.is_blind or bucket == self.ladder.first):
+        is_new = (bucket.num_tokens, bucket.num_rows) not in self.mixed_sizes
+        if is_new and not (bucket.is_decode or bucket.is_split or bucket.is_blind):
             self.mixed_sizes = (*self.mixed_sizes, (bucket.num_tokens, bucket.num_rows))
         logger.debug("compiled %s in %.2f s", bucket, time.monotonic() - start)

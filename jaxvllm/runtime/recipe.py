@@ -152,6 +152,8 @@ def _text(value: Any) -> str:
             return f"{value.dtype}{list(value.shape)}{value.tobytes().hex()}"
         case np.dtype():
             return f"dtype {value.name}"
+        case jax.ShapeDtypeStruct():
+            return f"array {value.dtype}{list(value.shape)}"
         case tuple() | list():
             return f"{type(value).__name__}({', '.join(map(_text, value))})"
         case dict():

@@ -167,8 +167,8 @@ class StepCompiler:
         turn: tuple[Any, ...] = ()
         if self.mesh.shape[DATA] > 1:
             run, turn = sample_in_turn, (self.of_replicas((1,), jnp.int32),)
-        # It touches no page and calls no kernel. So engines with other pages or kernels find it compiled. Only how many
-        # rows are sampled at once depends on whether the device is a TPU.
+        # It touches no page and attends to nothing. So engines with other pages or attention find it compiled. Only how
+        # many rows are sampled at once depends on whether the device is a TPU.
         of_all = replace(
             self,
             shape=_NO_PAGES,

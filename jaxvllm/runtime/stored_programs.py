@@ -94,7 +94,8 @@ def _compile_and_store(files: EntryFiles, name: str, recipe: Recipe) -> jax.stag
     with set_aside():
         program = recipe.compile()
     try:
-        # All handlers of this process: they are few and small (14 KB), and nothing says which of them a program calls.
+        # All handlers of this process: they are few (50 KB of the demo model), and nothing says which of them a program
+        # calls.
         content = (registered_code(), *serialize_executable.serialize(program))
         packed = zlib.compress(pickle.dumps(content), _COMPRESSION)
     except Exception:  # such as for a plugin that cannot: the program is compiled at each start

@@ -70,8 +70,15 @@ def compiled_by_another_thread() -> Iterator[None]:
     calls these kernels may be compiled before the end.
     """
     kernels: list[Future[None]] = []
+
+    def submit(add: Callable[..., None], *arguments: object) -> None:
+        try:
+            kernels.append(thread.submit(add, *arguments))
+        except RuntimeError:  # the interpreter shuts down, and starts nothing more in other threads
+            add(*arguments)
+
     with ThreadPoolExecutor(1) as thread:
-        token = _SUBMIT.set(lambda *call: kernels.append(thread.submit(*call)))
+        token = _SUBMIT.set(submit)
         try:
             yield
         finally:

@@ -93,7 +93,7 @@ def bfloat16s(x: Value) -> Value:
     VCVTNEPS2BF16, where a CPU has it with VDPBF16PS, takes tiny numbers for zero.
     """
     e = x.emitter
-    if not e.chip.has("avx512bf16"):
+    if "+avx512bf16" not in e.chip.features.split(","):
         return e.rounded_halves(x)
     rounded = e.intrinsic(f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * e.lanes}", ir.VectorType(Bfloat(), e.lanes), x)
     return Value(e, e.builder.bitcast(rounded.ir, ir.VectorType(I16, e.lanes)))

@@ -37,7 +37,7 @@ def packed_matmul(
     gate: the matrices are [.., 2, size, in], of the halves a and b, and the result is gate(x a) * (x b), [T, size],
     which is rounded once
 
-    Sums are in float32, input after input. Each row of the result has the same bits whatever other rows there are. The
+    Sums are in float32, in one order. Each row of the result has the same bits whatever other rows there are. The
     matrices are read where they are, whichever is chosen, and those of groups without rows are not read.
 
     Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected, nor are starts

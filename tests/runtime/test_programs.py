@@ -116,6 +116,15 @@ def test_a_plan_that_is_not_plain_waits_for_the_first_with_all_rules(compiler: C
     programs.wait()
 
 
+def test_where_requests_have_rules_the_first_comes_before_all(compiler: Compiler) -> None:
+    compiler.compile(100)
+    programs = Programs(replace(LADDER, begins_plain=False), compiler)
+    assert compiler.asked[0] == FIRST and programs.num_missing < len(LADDER.buckets)
+    programs.wait()
+    assert sorted(compiler.asked) == sorted(LADDER.buckets) and programs.num_missing == 0
+    assert programs.choose(make_plan(1, [5])) == FIRST
+
+
 def test_a_plan_of_several_decode_steps_runs_in_a_decode_bucket(compiler: Compiler) -> None:
     ladder = BucketLadder.build([1, 4], [8, 32], width=5)
     compiler.compile(100)

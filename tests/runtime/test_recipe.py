@@ -64,6 +64,7 @@ def test_whatever_differs_gives_another_name() -> None:
     recipes = [
         add(),
         *(replace(add(), run=partial(biased, bias=bias)) for bias in (None, 1, 1.0, True, "1", np.float32(1))),
+        *(replace(add(), run=partial(biased, bias=jax.ShapeDtypeStruct(s, jnp.float32))) for s in ((4,), (1, 4))),
         replace(add(), run=project),
         *(
             replace(add(), arguments=(argument, struct(4)))

@@ -18,7 +18,7 @@ from jaxvllm.models.forms.gpu_experts import GpuExperts
 from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
-from jaxvllm.models.forms.packed import Packed
+from jaxvllm.models.forms.packed import Packed, PackedInSteps
 from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -175,7 +175,7 @@ class Forms:
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
         if chip is not None:
-            usual = Packed(chip, jnp.dtype(dtype).name) if may_turn else CpuKernel(chip)
+            usual = Packed(chip, jnp.dtype(dtype).name) if may_turn else PackedInSteps(chip)
         elif may_turn and prefers_turned():
             usual = Turned()
         in_few_bits = FewBitsForms(backend, by_tile, shards)

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -12,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Arrays, Experts, Form, Gating
+from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.tiling import aligned_zeros
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.packed_matmul import Panels, pack_into, packed_matmul
@@ -89,6 +92,15 @@ class Packed(Form):
         stacks = _panels_of(experts.stacks)
         return packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, gate=gating, chip=self.chip)
 
+    def packed(self, matrix: jax.Array) -> dict[str, jax.Array]:
+        """Returns the arrays of a matrix, in a traced function."""
+        size, ins = self._size, matrix.shape[-1]
+        panels, blocks, columns, depth = self._panels.shape(size, ins)
+        rows = matrix.reshape(*self._groups, *self._halves, size, ins)
+        filled = [(0, 0)] * (rows.ndim - 2) + [(0, panels * columns - size), (0, blocks * depth - ins)]
+        parts = jnp.pad(rows, filled).reshape(*rows.shape[:-2], panels, columns, blocks, depth)
+        return {PANELS: jnp.swapaxes(parts, -3, -2)}
+
     @property
     def _panels(self) -> Panels:
         return Panels.of(self.chip, self.dtype)
@@ -110,6 +122,63 @@ class Packed(Form):
     def _size(self) -> int:
         """The outputs that have panels together."""
         return prod(self._outs) // prod(self._halves)
+
+
+@dataclass(frozen=True)
+class PackedInSteps(CpuKernel):
+    """One array as checkpoints store it, of which each step packs what a device has.
+
+    Meshes of virtual CPUs have it: they prove what real devices will do, and are not for speed. So their sums have the
+    order that they have on one CPU, and their tokens differ no more than parts of sums make them.
+    """
+
+    of_experts: bool = False
+
+    def of_matrix(self, matrix: ParamDecl) -> Form:
+        return replace(self, of_experts=matrix.storage == "experts")
+
+    def product_with_one(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
+    ) -> jax.Array:
+        form = self._form(matrices)
+        if not isinstance(form, Packed):
+            return super().product_with_one(x, matrices, index, dtype)
+        return form.product(x, _packed(form, matrices, index), dtype)
+
+    def gated_product(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, gating: Gating
+    ) -> jax.Array | None:
+        form = self._form(matrices)
+        if not isinstance(form, Packed):
+            return super().gated_product(x, matrices, index, gating)
+        return form.gated_product(x, [_packed(form, matrices, index)], 0, gating)
+
+    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+        form = self._form(experts.stacks)
+        if not isinstance(form, Packed):
+            return super().grouped_product(x, experts, starts)
+        return form.grouped_product(x, Experts([_packed(form, experts.stacks, experts.index)]), starts)
+
+    def grouped_gated_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating
+    ) -> jax.Array | None:
+        form = self._form(experts.stacks)
+        if not isinstance(form, Packed):
+            return super().grouped_gated_product(x, experts, starts, gating)
+        return form.grouped_gated_product(x, Experts([_packed(form, experts.stacks, experts.index)]), starts, gating)
+
+    def _form(self, matrices: Sequence[Arrays]) -> Form:
+        """Returns the form of what one device has of each of the matrices."""
+        first = matrices[0][MATRIX]
+        of_device = ParamDecl(first.shape, (None,) * first.ndim, storage="experts" if self.of_experts else "matrix")
+        return Packed(self.chip, first.dtype.name).of_matrix(of_device)
+
+
+def _packed(form: Packed, matrices: Sequence[Arrays], index: jax.Array | int) -> Arrays:
+    """Returns the panels of matrix number `index`."""
+    branches = [partial(form.packed, arrays[MATRIX]) for arrays in matrices]
+    panels: Arrays = jax.lax.switch(index, branches) if len(branches) > 1 else branches[0]()
+    return panels
 
 
 def _panels_of(matrices: Sequence[Arrays]) -> list[jax.Array]:
