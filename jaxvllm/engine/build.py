@@ -144,7 +144,7 @@ def build(
             logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     speculation = config.drafting
-    of_draft = resolved.draft_forms(backend, meshes[0].size, shards=config.mesh_shape.model)
+    of_draft = resolved.draft_forms(backend, meshes[0].size)
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens

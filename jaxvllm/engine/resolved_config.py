@@ -97,11 +97,14 @@ class ResolvedConfig:
         by_tile = self.layout == "separate"
         return Forms.chosen(self.quantization, self._kernels(backend), may_turn, by_tile, shards, self.dtype)
 
-    def draft_forms(self, backend: Backend, num_devices: int, shards: int) -> Forms:
-        """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned."""
+    def draft_forms(self, backend: Backend, num_devices: int) -> Forms:
+        """Returns the forms of the matrices of a draft model or heads, which are not rounded or turned.
+
+        Each of the `num_devices` computes them whole, so their forms are those of one device.
+        """
         kernels, by_tile = self._kernels(backend), self.layout == "separate"
         may_pack = by_tile and num_devices == 1 and kernels.kind == "cpu"
-        return Forms.chosen(None, kernels, may_pack, by_tile, shards, self.dtype)
+        return Forms.chosen(None, kernels, may_pack, by_tile, dtype=self.dtype)
 
     def _kernels(self, backend: Backend) -> Backend:
         """Returns the kernels that multiply by matrices of weights."""

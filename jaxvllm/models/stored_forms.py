@@ -112,8 +112,11 @@ def _forms(
 def _in_parts(
     stored: Segments, decl: ParamDecl, whole: ParamDecl, spread: Spread, forms: FewBitsForms
 ) -> FewBits | None:
-    """Returns the form of a matrix that is stored in several ways, if devices divide none of its parts."""
-    if decl.shape != whole.shape or MODEL in partition_spec((whole.axes[stored.axis],)):
+    """Returns the form of a matrix that is stored in several ways, if devices divide none of its parts.
+
+    Stacks of experts have none: each part would have some of the experts, and rows go to any of them.
+    """
+    if whole.storage == "experts" or decl.shape != whole.shape or MODEL in partition_spec((whole.axes[stored.axis],)):
         return None
     found = [(size, _form(way, decl, whole, spread, forms)) for size, way in stored.ways]
     parts = [(size, form) for size, form in found if form is not None]

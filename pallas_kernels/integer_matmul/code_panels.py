@@ -46,7 +46,7 @@ class CodePanels:
     zero: the code that stands for 0 everywhere
     span: the inputs that share a factor, or None: there are no factors
     is_float4: codes of four bits are numbers of E2M1 (`quantized_matmul.code.FLOAT4`), and stand for these
-    by_row: whether tokens are rounded with one size for all of their inputs
+    by_row: whether tokens are rounded with one size for all of their inputs, which share a scale then
     """
 
     columns: int
@@ -62,6 +62,7 @@ class CodePanels:
     def __post_init__(self) -> None:
         assert self.bits in (4, 5, 6, 8), self.bits
         assert self.group is None or self.group % self.unit == 0, (self.bits, self.group)
+        assert self.group is None or not self.by_row, "groups of tokens are groups of the matrix"
         assert self.span is None or self.group is None or self.span % self.group == 0, (self.group, self.span)
         assert self.offsets != "mins" or self.span is not None, "mins have factors"
 

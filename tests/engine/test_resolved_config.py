@@ -8,7 +8,8 @@ from jaxvllm import EngineConfig
 from jaxvllm.config import KVCacheDtype
 from jaxvllm.engine.kv_cache_dtype import QUANTIZATIONS
 from jaxvllm.engine.resolved_config import ResolvedConfig
-from pallas_kernels.chips import CpuChip
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import CHIPS, CpuChip
 from pallas_kernels.ragged_paged_attention import KVQuantization
 from pallas_kernels.ragged_paged_attention.quantize import Codes
 from tests.models.fixture import Fixture
@@ -144,6 +145,13 @@ def test_values_of_the_models_config_are_replaced() -> None:
 def test_overrides_must_be_an_object(wrong: Any) -> None:
     with pytest.raises(ValueError, match="hf_overrides"):
         EngineConfig(hf_overrides=wrong)
+
+
+def test_a_draft_is_whole_on_each_device_of_a_mesh() -> None:
+    made, backend = resolved("gpu"), Backend("gpu", CHIPS["h100"])
+    of_model, of_draft = made.forms(backend, 2, shards=2).stored, made.draft_forms(backend, 2).stored
+    assert of_model is not None and of_model.shards == 2
+    assert of_draft is not None and of_draft.shards == 1
 
 
 def test_limits_make_room_for_each_other() -> None:

@@ -50,6 +50,11 @@ STORED = {
 }
 
 
+def test_one_size_for_a_token_needs_one_scale_for_a_row() -> None:
+    with pytest.raises(AssertionError, match="groups of tokens are groups of the matrix"):
+        CodePanels(16, 8, 32, "float32", by_row=True)
+
+
 def stored(name: str, lanes: int) -> tuple[CodePanels, int]:
     panels, ins = STORED[name]
     return replace(panels, columns=CPU_CHIPS[lanes].panel_columns), ins

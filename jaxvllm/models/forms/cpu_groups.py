@@ -16,7 +16,6 @@ from jaxvllm.models.forms.few_bits import Elements, FewBits, StoredAs, as_dtype,
 from jaxvllm.models.forms.form import Arrays, Experts, Gating
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import rounded_by_row
 from jaxvllm.models.tiling import Box, Fill
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.integer_matmul import (
@@ -38,7 +37,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
 )
 from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
-from pallas_kernels.quantized_matmul.code import FLOAT4, INT8, Code
+from pallas_kernels.quantized_matmul.code import FLOAT4, INT8
 
 # So many codes are put in order together.
 _MOST = 1 << 20
@@ -95,7 +94,7 @@ class CpuGroups(FewBits):
             offsets="zeros" if stored.has_zeros else "mins" if stored.has_mins else "none",
             span=None if stored.span is None else math.gcd(stored.span, inputs),
             is_float4=code == FLOAT4,
-            by_row=self.stored.rounds_tokens,
+            by_row=stored.is_by_row and stored.rounds_tokens,
         )
 
     @property
@@ -119,10 +118,7 @@ class CpuGroups(FewBits):
         inputs = matrix.shape[-1]
         panels, code = self.panels(inputs), self.stored.code
         # jax knows a function again that lives as long as its module: a model has thousands of experts.
-        if self.stored.is_by_row:
-            codes, scales = (np.asarray(part) for part in _by_row(matrix, code))
-            parts = {CODES: codes, SCALES: scales[..., None]}
-        elif (nested := self._nested(inputs)) is not None:
+        if (nested := self._nested(inputs)) is not None:
             parts = {name: np.asarray(part) for name, part in _nearest(nested, matrix, inputs).items()}
         else:
             groups = ScaledGroups(code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
@@ -315,10 +311,6 @@ def _words_in_panels(words: Fill, shape: tuple[int, int], panels: CodePanels) ->
 def _dimensions(unit: int) -> int:
     """Returns how many dimensions a panel's array has after those of other matrices. Codes have one of bytes."""
     return 3 if unit == 1 else 4
-
-
-def _by_row(matrix: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]:
-    return jax.jit(rounded_by_row, static_argnums=1)(matrix, code)
 
 
 def _by_group(form: ScaledGroups, matrix: jax.Array, group: int) -> dict[str, jax.Array]:

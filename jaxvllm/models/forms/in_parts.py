@@ -20,7 +20,7 @@ class InParts(FewBits):
     """A matrix [.., in] is cut along one of its dimensions, which is not that of its inputs and is not divided.
 
     For example, queries and keys of each KV head are in one form, and its values in another. Each part is multiplied on
-    its own. The names of its arrays begin with its number.
+    its own. The names of its arrays begin with its number. No stack of experts is such a matrix.
 
     axis: the dimension that is cut
     parts: the size of each part along it, and its form

@@ -81,7 +81,9 @@ class ScaledGroups(FewBits):
         """Returns the arrays of a matrix that is rounded to groups of exactly that size."""
         by_group = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, group)
         largest = jnp.max(jnp.abs(by_group), axis=-1)
-        scales = self._scales(jnp.where(largest > 0, largest * np.float32(1 / self.code.largest), 1.0))
+        # As in `rounded_by_row`: no scale is less than the normal numbers, and that of a NaN is NaN.
+        exact = jnp.maximum(largest * np.float32(1 / self.code.largest), np.finfo(np.float32).tiny)
+        scales = self._scales(jnp.where(largest == 0, 1.0, exact))
         codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
         made = {
             CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), held_dtype(self.code.dtype)),

@@ -129,7 +129,8 @@ class GgufTensors:
     def codes(self, source: Source) -> ScaledCodes | None:
         """Returns what is stored of the tensor of `source`, if that is codes and scales. Raises as `check` does.
 
-        Tensors that are turned, stacked or made of others are decoded.
+        Each matrix of a stack of experts is such a tensor. Tensors that the file has turned, other stacks, and tensors
+        that are made of others or of several are decoded.
         """
         self.check(source.name, source.shape)
         place = self.places[source.name]

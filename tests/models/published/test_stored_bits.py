@@ -21,12 +21,17 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
-from jaxvllm.models.published import encoded_files, published_encoding
+from jaxvllm.models.published import encoded_files, published_encoding, stored_codes
+from jaxvllm.models.published.parts import ScaledCodes, by_group, integers, scaled, stored, unpacked
+from jaxvllm.models.published.stored_codes import StoredCodes
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.stored_forms import expected_forms
+from jaxvllm.models.tiling import Fill
+from jaxvllm.models.weight_names import Source
 from jaxvllm.planner.share import Share
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
@@ -88,14 +93,23 @@ def kept(params: Any) -> set[str]:
 
 
 def of_projections(
-    directory: Path, fixture: Fixture, settings: Mapping[str, Any], parts: Any, ignored: tuple[str, ...] = ()
+    directory: Path,
+    fixture: Fixture,
+    settings: Mapping[str, Any],
+    parts: Any,
+    ignored: tuple[str, ...] = (),
+    others: Any = None,
 ) -> Path:
-    """The model of a fixture whose projections are stored as `parts` says, but for those with names that end so."""
+    """The model of a fixture whose projections are stored as `parts` says.
+
+    Those with names that end as one of `ignored` does are stored as `others` says, or not quantized.
+    """
     tensors: dict[str, np.ndarray] = {}
     for name, weight in fixture.weights().items():
-        if weight.ndim == 2 and "_proj" in name and not name.endswith(ignored or ("none",)):
+        make = others if ignored and name.endswith(ignored) else parts
+        if weight.ndim == 2 and "_proj" in name and make is not None:
             base = name.removesuffix(".weight")
-            tensors |= {f"{base}.{part}": array for part, array in parts(weight.shape, len(name)).items()}
+            tensors |= {f"{base}.{part}": array for part, array in make(weight.shape, len(name)).items()}
         else:
             tensors[name] = weight
     return write_model(directory, fixture.config | {"quantization_config": dict(settings)}, tensors)
@@ -154,12 +168,20 @@ def qwen() -> Fixture:
     return resized(Fixture.load("qwen3"), {100: 96}, intermediate_size=96)
 
 
+INT4 = compressed("pack-quantized", num_bits=4, type="int", group_size=16)
+# Rows of int8 are made for rounded tokens, and groups of four bits beside them are not.
+W8A8_AND_INT4 = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+W8A8_AND_INT4["config_groups"]["group_0"]["input_activations"] = {
+    "num_bits": 8, "type": "int", "dynamic": True, "strategy": "token",
+}  # fmt: skip
+W8A8_AND_INT4["config_groups"]["group_1"] = INT4["config_groups"]["group_0"]
+
 CASES = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq, UINT4),
     "gptq8": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, partial(gptq, bits=8), INT8),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16}, awq, UINT4),
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4, FLOAT4),
-    "int4": (compressed("pack-quantized", num_bits=4, type="int", group_size=16), packed_integers(4), UINT4),
+    "int4": (W8A8_AND_INT4, packed_integers(4), UINT4),
     "int8": (compressed("pack-quantized", num_bits=8, type="int", group_size=16), packed_integers(8), INT8),
 }
 
@@ -283,6 +305,39 @@ def test_layers_that_are_stored_in_several_ways_are_decoded(tmp_path: Path, capl
     chex.assert_trees_all_close(logits, expected, atol=2e-5, rtol=0)
 
 
+def test_experts_that_are_stored_in_several_ways_are_decoded(tmp_path: Path) -> None:
+    first = ("experts.0.down_proj.weight",)
+    fixture = Fixture.load("qwen3_moe")
+    path = of_projections(tmp_path, fixture, W8A8_AND_INT4, packed_integers(4), first, int8_rows)
+    params = load(path)
+    assert "experts_down" not in (names := kept(params)) and "experts_gate_up" in names
+    chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms())))
+
+
+def test_the_tiles_of_a_matrix_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = packed(random_codes((6, 32), 4), 4)
+    part = scaled(unpacked(codes, integers(4)), by_group(stored(scales_of((6, 2))), (1, 16)))
+    assert isinstance(part, ScaledCodes)
+    sources = [Source("x", (6, 32), (number, 0, 0), (1, 6, 32)) for number in range(3)]
+    elements = StoredCodes(tuple((source, part) for source in sources)).elements
+    made: list[Source] = []
+
+    def counted(part: Any, source: Source) -> Fill:
+        made.append(source)
+        return encoded_files.decoded(part, source)
+
+    monkeypatch.setattr(stored_codes, "decoded", counted)
+    scales = np.zeros((3, 6, 32), np.float32)
+    for row in range(6):
+        elements.scales(scales[:, row : row + 1], (0, row, 0))
+    assert made == sources
+    np.testing.assert_array_equal(scales, np.broadcast_to(np.repeat(scales_of((6, 2)), 16, -1), scales.shape))
+    # Zeros are found by group, too, and so without tiles of elements.
+    zeros = np.ones((3, 6, 2), np.float32)
+    few_bits.of_groups(elements.zeros, 16)(zeros, (0, 0, 0))
+    assert not zeros.any() and made == sources + [replace(one, shape=(6, 2), view=(1, 6, 2)) for one in sources]
+
+
 def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:
     def parts(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
         usual = gptq(shape, seed)
@@ -397,6 +452,27 @@ def test_matrices_are_rounded_by_group() -> None:
     np.testing.assert_array_equal(numbers, nearest)
     with pytest.raises(ValueError, match="uint4 needs matrices with an even number of inputs on each device"):
         ScaledGroups(UINT4, 32, "bfloat16", shards=2).declare(ParamDecl((4, 6), (None, "ffn"), storage="matrix"))
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16", "float8_e8m0fnu"])
+@pytest.mark.parametrize("group", [None, 32])
+def test_new_weights_have_the_dtypes_of_those_they_replace(scale_dtype: str, group: int | None) -> None:
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(12, 96)), jnp.float32).at[3].set(0)
+    decl = ParamDecl(weights.shape, (None, None), storage="matrix")
+    for code, has_zeros in ((INT8, False), (INT8, True), (UINT4, True), (FLOAT4, False)):
+        stored_as = StoredAs(code, group, scale_dtype, has_zeros)
+        assert CpuGroups.takes_stored(stored_as, group)
+        form = CpuGroups(stored_as, group, host_chip()).of_matrix(decl)
+        decls = form.declare(decl)
+        arrays = form.keep(weights, dict.fromkeys(decls, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+        assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
+            name: (one.shape, one.dtype_in("float32")) for name, one in decls.items()
+        }
+        # No element is further away than half of the largest step, by the scales as they are kept.
+        groups = np.abs(np.asarray(weights)).reshape(12, -1, group or 96).max(-1)
+        step = {INT8: 0.5 / 127, UINT4: 0.5 / 7, FLOAT4: 1 / 6}[code] * (2 if scale_dtype == "float8_e8m0fnu" else 1)
+        away = np.abs(values(Matrix(form, arrays)) - np.asarray(weights))
+        assert (away <= np.repeat(groups, group or 96, -1) * step * 1.01).all()
 
 
 def test_loading_takes_the_stored_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
