@@ -148,7 +148,9 @@ def build(
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
-    ladder = bucket_ladder(config, resolved, device.platform, proposer)
+    defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
+    begins_plain = not defaults.params.has_logit_rules
+    ladder = bucket_ladder(config, resolved, device.platform, proposer, begins_plain)
     smallest = resolved.cache_shape(num_pages=2, proposer=proposer)
     # These raise, before weights are read, where there are no such pages, or none for what one device has of the heads.
     smallest.pages(spec, backend, meshes[0])
@@ -162,8 +164,6 @@ def build(
         reasoning = None if config.reasoning_parser is None else FORMATS[config.reasoning_parser]
         lenient = config.structured_outputs_lenient
         constraints = RequestConstraints(tokenizer, spec.vocab_size, eos, reasoning, lenient)
-    defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
-    ladder = replace(ladder, begins_plain=not defaults.params.has_logit_rules)
     named = cache(lambda: model_name(config, resolved, directory))
     if config.kv_transfer is not None and config.kv_transfer.leaves_engine:
         named()  # beside the reading of the weights, which so come from the disk once
@@ -338,7 +338,11 @@ def _load(
 
 
 def bucket_ladder(
-    config: EngineConfig, resolved: ResolvedConfig, platform: str, proposer: Proposer | None = None
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    platform: str,
+    proposer: Proposer | None = None,
+    begins_plain: bool = True,
 ) -> BucketLadder:
     """Returns the shapes that an engine compiles. Raises ValueError when the config wants larger ones than a step."""
     rows = row_counts(resolved.max_num_seqs, platform)
@@ -349,6 +353,7 @@ def bucket_ladder(
         # Replicas in lockstep would have to agree in every turn of the loop whether there is another one.
         width=1 if config.shares_experts else config.max_decode_burst,
         drafts=_draft_room(config, step_overhead(on_cpu=platform == "cpu"), proposer),
+        begins_plain=begins_plain,
     )
 
 

@@ -137,7 +137,12 @@ class BucketLadder:
 
     @classmethod
     def build(
-        cls, row_counts: Iterable[int], token_counts: Iterable[int], width: int = 1, drafts: DraftRoom = NO_DRAFTS
+        cls,
+        row_counts: Iterable[int],
+        token_counts: Iterable[int],
+        width: int = 1,
+        drafts: DraftRoom = NO_DRAFTS,
+        begins_plain: bool = True,
     ) -> "BucketLadder":
         """Makes a decode bucket for each of `row_counts`, and two mixed buckets for each of `token_counts`.
 
@@ -152,7 +157,7 @@ class BucketLadder:
         # This bucket holds every plan. If it had as many tokens as rows, it would be a decode bucket: so it has a token
         # more.
         mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
-        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), drafts)
+        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), drafts, begins_plain)
 
     @property
     def largest(self) -> Bucket:
