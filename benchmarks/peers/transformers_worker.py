@@ -1,15 +1,17 @@
 """Runs transformers as a worker, on a GPU if there is one: JSON requests on stdin, one JSON answer a line on stdout.
 
 It runs in any environment with torch, such as that of `make oracle` (Python 3.11), and imports nothing of this project.
-Requests: `{"load": DIR, "threads": N, "dtype": D, "context": T, "requests": R}` reads the checkpoint in DIR and answers
-with versions and settings; `{"prompts": [[id, ...], ...], "max_tokens": [N, ...]}` generates greedily, end-of-text
-ignored, and answers with seconds, seconds to the first token and the tokens of each prompt. Prompts and answers
-are of one length: a static batch, nothing padded, which is transformers at its best.
+Requests: `{"load": DIR, "threads": N, "dtype": D, "context": T, "requests": R}` reads the checkpoint in DIR, or makes
+random weights where DIR has a config.json alone, and answers with versions and settings; `{"prompts": [[id, ...], ...],
+"max_tokens": [N, ...]}` generates greedily, end-of-text ignored, and answers with seconds, seconds to the first token
+and the tokens of each prompt. Prompts and answers are of one length: a static batch, nothing padded, which is
+transformers at its best.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +37,14 @@ class FirstTokenClock:
 def load(directory: str, threads: int, dtype: str) -> Any:
     torch.set_num_threads(threads)
     torch.set_default_device(DEVICE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
-    ).eval()
+    options = {"dtype": getattr(torch, dtype), "attn_implementation": ATTENTION}
+    if any(Path(directory).glob("*.safetensors")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
+    else:
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+    model = model.eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

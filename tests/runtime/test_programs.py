@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxvllm.core.step_plan import StepRoom
+from jaxvllm.core.step_plan import StepPlan, StepRoom
 from jaxvllm.runtime.buckets import Bucket, BucketLadder, DraftRoom
 from jaxvllm.runtime.programs import COMPILE_NICENESS, Programs
 from tests.runtime.plans import make_plan
@@ -84,36 +84,30 @@ def test_serves_from_a_plain_one_and_then_the_largest_while_the_rest_compiles(co
         assert programs.choose(plan) == expected == programs.wait_for(expected)()
 
 
-def test_a_plan_that_no_bucket_holds_yet_waits_for_the_largest(compiler: Compiler) -> None:
+def assert_waits(compiler: Compiler, plan: StepPlan, count: int, expected: Bucket) -> None:
+    """Asserts that `plan` waits until `count` more buckets are compiled, and then runs in `expected`."""
     programs = Programs(LADDER, compiler)
     chosen: list[Bucket] = []
-    waiting = threading.Thread(target=lambda: chosen.append(programs.choose(make_plan(3, [29]))))
+    waiting = threading.Thread(target=lambda: chosen.append(programs.choose(plan)))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    compiler.compile(2)
+    compiler.compile(count)
     waiting.join(PATIENCE)
-    assert chosen == [LARGEST]
+    assert chosen == [expected]
     compiler.compile(100)
     programs.wait()
+
+
+def test_a_plan_that_no_bucket_holds_yet_waits_for_the_largest(compiler: Compiler) -> None:
+    assert_waits(compiler, make_plan(3, [29]), 2, LARGEST)
 
 
 @pytest.mark.parametrize(
     "asks", [{"has_logit_rules": True}, {"wants_logprobs": True}, {"masked": np.ones(2, np.bool_)}]
 )
 def test_a_plan_that_is_not_plain_waits_for_the_first_with_all_rules(compiler: Compiler, asks: dict[str, Any]) -> None:
-    programs = Programs(LADDER, compiler)
-    chosen: list[Bucket] = []
-    plan = replace(make_plan(1, [5]), **asks)
-    waiting = threading.Thread(target=lambda: chosen.append(programs.choose(plan)))
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
-    compiler.compile(1)
-    waiting.join(PATIENCE)
-    assert chosen == [FIRST]
-    compiler.compile(100)
-    programs.wait()
+    assert_waits(compiler, replace(make_plan(1, [5]), **asks), 1, FIRST)
 
 
 def test_where_requests_have_rules_the_first_comes_before_all(compiler: Compiler) -> None:
