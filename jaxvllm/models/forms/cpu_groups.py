@@ -80,7 +80,7 @@ class CpuGroups(FewBits):
         return ScaledGroups(self.stored.code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
 
     def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "CodeTable | None":
-        return CodeTable(self, table.shape[1], jnp.dtype(dtype).name) if len(table.shape) == 2 else None
+        return CodeTable(self, jnp.dtype(dtype).name, table.shape[1]) if len(table.shape) == 2 else None
 
     def panels(self, inputs: int) -> CodePanels:
         """Returns how matrices with so many inputs lie."""
@@ -226,16 +226,20 @@ class CodeTable(FewBits):
     """A table [V, in] in the arrays of `CpuGroups`: rows are decoded when they are looked up. It may be the LM head.
 
     dtype: of rows that are looked up, which is that of the layers
+    inputs: the numbers of a row, which only the form of that table knows
     """
 
     groups: CpuGroups
-    inputs: int
     dtype: str
+    inputs: int = 0
+
+    def takes(self, matrix: ParamDecl) -> bool:
+        return isinstance(self.groups.of_matrix(matrix), CpuGroups)
 
     def of_matrix(self, matrix: ParamDecl) -> FewBits:
         groups = self.groups.of_matrix(matrix)
         assert isinstance(groups, CpuGroups), "the form was chosen for this table"
-        return replace(self, groups=groups)
+        return replace(self, groups=groups, inputs=matrix.shape[-1])
 
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         return self.groups.declare(matrix)
