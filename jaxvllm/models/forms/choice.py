@@ -40,8 +40,8 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
     "int8_w8a8": StoredAs(INT8, None, "float32", rounds_tokens=True),
     "fp8_w8a8": StoredAs(E4M3, None, "float32", rounds_tokens=True),
 }
-# How CPUs keep the LM head beside layers that are rounded so. OpenVINO and llama.cpp round it to about as many bits, too.
-# Of Qwen3 0.6B in int4 it would take 622 MB in float32, and all layers take 227: the head would be most of a decode step.
+# How CPUs keep the LM head beside layers that are rounded so. OpenVINO and llama.cpp round it to about as many bits.
+# Of Qwen3 0.6B in int4 it would take 622 MB in float32, and all layers take 227: most of a decode step.
 _HEAD = StoredAs(INT8, 32, "bfloat16")
 _ROUNDS_HEAD = ("int8", "int4", "int4_g32")
 
@@ -175,8 +175,8 @@ class Forms:
 
         `may_turn` says that the model, of `dtype`, is on one CPU, whose layers have arrays of their own, and `by_tile`
         that it is on `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM, or has
-        eight bits where our integer kernel runs. Without one, matrices are kept as a checkpoint stores them, where there
-        are forms for that.
+        eight bits where our integer kernel runs. Without one, matrices are kept as a checkpoint stores them, where
+        there are forms for that.
         """
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
