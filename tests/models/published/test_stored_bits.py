@@ -69,7 +69,7 @@ def values(node: Any) -> np.ndarray:
         return arrays["values"].astype(np.float32) * arrays["scales"][..., None]
     if isinstance(node.form, CpuGroups):
         *others, blocks, _, _ = arrays["codes"].shape
-        panels = node.form.panels(inputs := blocks * 4 * node.form.stored.code.per_byte)  # which are whole blocks
+        panels = node.form.panels(inputs := blocks * (4 if node.form.stored.code.bits == 8 else 8))  # whole blocks
         assert tuple(others[:-1]) == node.form.outs[:-1]
         return matrix(panels, arrays, node.form.outs[-1], inputs).astype(np.float32)
     assert isinstance(node.form, ScaledGroups)
