@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.forms.cpu_float8 import CpuFloat8
 from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
@@ -114,16 +115,19 @@ class FewBitsForms:
         return InParts(axis, tuple(parts)) if self.by_tile else None
 
     def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
-        """Returns the form of our integer kernel, if it runs and knows the code, and a device has whole matrices."""
+        """Returns the form of one of our kernels, if one runs and knows the code, and a device has whole matrices."""
         chip = self.backend.chip
-        if not isinstance(chip, CpuChip) or self.shards > 1 or not CpuGroups.takes_stored(stored, group):
+        if not isinstance(chip, CpuChip) or self.shards > 1:
             return None
-        return CpuGroups(stored, group, chip)
+        forms = (form for form in (CpuGroups, CpuFloat8) if form.takes_stored(stored, group))
+        return next((form(stored, group, chip) for form in forms), None)
 
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
-        if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
+        # Tokens in FP8 are what XLA multiplies by FP8. Our kernel for CPUs rounds tokens to integers only.
+        rounds_to_float8 = wanted.rounds_tokens and wanted.code == E4M3
+        if not rounds_to_float8 and (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
             return on_cpu
         has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
         has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
