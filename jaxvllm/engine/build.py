@@ -326,7 +326,7 @@ def _load(
 ) -> list[Params]:
     """Returns the weights on each of `meshes`: read once, from `directory` or `tensors`, and copied between devices.
 
-    Of the weights that are `kept`, an entry for each mesh, those that the tensors do not replace are used as they are.
+    Arrays of the weights that are `kept`, an entry for each mesh, are used as they are where no tensor replaces them.
     """
     params = checkpoint.load(
         directory,

@@ -63,7 +63,7 @@ class LiveCompletion:
 
     @property
     def weight_versions(self) -> list[WeightVersionSpan] | None:
-        """Which weights sampled which of its tokens, once it has ended."""
+        """The versions of the weights that sampled its tokens, once it has ended."""
         if self.finish_reason is None:
             return None
         if not self.weight_starts:

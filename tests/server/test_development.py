@@ -135,7 +135,7 @@ def test_vllms_endpoint_takes_a_directory_and_keeps_what_runs(server):
     ("path", "body", "param", "message"),
     [
         ("/update_weights", {"update_info": {"names": []}}, "update_info", "send tensors from one GPU to another"),
-        ("/update_weights", {}, "model_path", "model_path is missing"),
+        ("/update_weights", {"kv": "keep"}, "model_path", "model_path is missing"),
         ("/update_weights", {"model_path": str(DEMO), "kv": "reset"}, "kv", "drop"),
         ("/update_weights", {"model_path": str(DEMO), "weight_version": ""}, "weight_version", "at least 1"),
         ("/start_weight_update", {}, None, "send tensors from one GPU to another"),

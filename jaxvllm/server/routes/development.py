@@ -27,10 +27,9 @@ _BETWEEN_GPUS = (
 
 
 class NewVersion(Strict):
-    """What the weights are called that replace those of the engines, and what becomes of requests that run."""
+    """The name of new weights, and what they mean for requests that run."""
 
-    # A name that means the same weights in all engines that exchange pages; null: one that nothing else has.
-    weight_version: VersionName | None = None
+    weight_version: VersionName | None = None  # means the same weights in all engines that exchange pages; null: new
     kv: KVChange = "drop"  # keep: requests that run go on with their keys and values, and do not compute them again
 
 
