@@ -18,6 +18,7 @@ from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.side_input import SideInput
 from jaxvllm.core.token_constraint import GuardedConstraint
+from jaxvllm.core.weight_version import WeightStarts
 
 type TokenIds = NDArray[np.int32]
 
@@ -176,6 +177,9 @@ class Request:
     asked_for_pages: int | None = None  # how often it had been preempted when it was last asked for pages elsewhere
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     trail: Trail | None = None  # its steps so far; None: nobody wants them explained
+    weight_starts: WeightStarts = field(default_factory=list)
+    # Whether some of its KV is of weights that were replaced since, so that nobody else may have its pages.
+    has_old_pages: bool = False
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ from jaxvllm.core.step_plan import (
 from jaxvllm.core.step_rows import Chunk, StepRows
 from jaxvllm.core.step_sizes import StepSizes
 from jaxvllm.core.waiting_queue import WaitingQueue
+from jaxvllm.core.weight_version import begin_version
 
 
 class Scheduler:
@@ -385,6 +386,21 @@ class Scheduler:
         while self._running:
             self._preempt_last()
 
+    # Weights that are replaced.
+
+    def keep_old_pages(self) -> None:
+        """Lets running requests go on with pages of weights that were replaced. Nobody else gets these pages."""
+        for slot in np.flatnonzero(self.slots.active).tolist():
+            self._shared.keep_old(slot)
+
+    def begin_version(self, name: str) -> None:
+        """Takes note that the outputs which updates bring in from now on are of weights of that name."""
+        for request in self.queue.requests:
+            begin_version(request.weight_starts, len(request.output_token_ids), name)
+        for slot, request in self.running():
+            num_outputs = int(self.slots.num_known[slot] - self.slots.num_prompt[slot])
+            begin_version(request.weight_starts, num_outputs, name)
+
     # Pages that come from elsewhere, and go there.
 
     @property
@@ -431,6 +447,7 @@ class Scheduler:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
+        request.has_old_pages = False  # it computes all of them again, if it goes on
         self.side_store.release(slot)
         if beams is not None:  # all beams together: a preempted search starts again
             self._beams.close(beams)

@@ -1,7 +1,7 @@
 """The queue of requests that wait for a slot and pages, in the order in which they run."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """Yields the requests that wait in the queue itself, in no order but that the first is the next."""
         return (one.request for one in self._heap if self._is_open(one))
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """All requests that wait, those beside the queue too."""
+        return self._waiting.values()
 
     def push(self, request: Request, watched: bool) -> None:
         """Queues a request. Tokens with which its constraint begins are known from now on."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.page_view import PoolView
 
 if TYPE_CHECKING:
@@ -77,25 +78,39 @@ class ResetPrefixCache(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
-class UpdateWeights(EngineCommand[bool], frozen=True):
+class UpdateWeights(EngineCommand[str], frozen=True):
     """Replaces the weights by those of a directory on the engine's host: see `Engine.update_weights`.
 
     Each engine replaces all of them or none. Where several do, some may succeed and others not, and the error says so.
+    The answer is the name of the version.
     """
 
     directory: str
+    version: str | None = None
+    kv: KVChange = "drop"
 
-    answers: ClassVar[type] = bool
+    answers: ClassVar[type] = str
     forgets_prefixes: ClassVar[bool] = True
     lasts: ClassVar[bool] = True
     takes_long: ClassVar[bool] = True
 
-    def run(self, engine: "Engine") -> bool:
-        engine.update_weights(Path(self.directory))
-        return True
+    def run(self, engine: "Engine") -> str:
+        return engine.update_weights(Path(self.directory), self.version, self.kv)
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
+    def joined(self, answers: Sequence[str]) -> str:
+        return answers[0]
 
 
-type AnyCommand = ShowPages | ShowExpertLoads | ResetPrefixCache | UpdateWeights
+class ShowWeightVersions(EngineCommand[list[str]], frozen=True):
+    """Asks each engine for the name of its weights."""
+
+    answers: ClassVar[type] = list[str]
+
+    def run(self, engine: "Engine") -> list[str]:
+        return [engine.weight_version.name]
+
+    def joined(self, answers: Sequence[list[str]]) -> list[str]:
+        return [*chain.from_iterable(answers)]
+
+
+type AnyCommand = ShowPages | ShowExpertLoads | ShowWeightVersions | ResetPrefixCache | UpdateWeights

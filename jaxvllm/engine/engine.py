@@ -3,12 +3,12 @@
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOp
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.token_constraint import GuardedConstraint
+from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
@@ -29,7 +30,7 @@ from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
 from jaxvllm.engine.multihost import lead
-from jaxvllm.engine.new_weights import new_weights
+from jaxvllm.engine.new_weights import WeightSource, new_weights
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
@@ -42,6 +43,7 @@ from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.experts import num_experts
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
@@ -87,11 +89,12 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self.pooler = parts.pooler
+        self._has_kv_scales = any(KV_SCALES in layer.declare() for layer in parts.spec.layers)
         self._connector = parts.connector
         self._page_format = parts.page_format
         self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
-        self._has_first_weights = True  # which are those that `_page_format` names
+        self.weight_version = WeightVersion()
         self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
         self._balancers: tuple[ExpertBalancer, ...] = ()
         if config.eplb is not None:
@@ -307,7 +310,8 @@ class Engine:
         """
         self._ready()
         form = self._moving_format()
-        model = form.fingerprint  # it may have to wait for the name, or fail: nothing has ended yet
+        # It may have to wait for the name, or fail: nothing has ended yet.
+        model = self.weight_version.mark(form.fingerprint)
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = self.outputs.request(request_id)
@@ -332,8 +336,11 @@ class Engine:
         """
         self._ready()
         form = self._moving_format()
-        if exported.model != form.fingerprint:
-            raise ValueError("the request was exported by an engine with another model, dtype or page: use one like it")
+        if exported.model != self.weight_version.mark(form.fingerprint):
+            raise ValueError(
+                "the request was exported by an engine with another model, dtype, page or version of the weights: use "
+                "one like it"
+            )
         request = exported.request
         self._rules.check(request)
         self.check_fits(request)
@@ -359,8 +366,11 @@ class Engine:
 
     def _moving_format(self) -> PageFormat:
         """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
-        if not self._has_first_weights:
-            raise NotImplementedError("requests of an engine whose weights were replaced cannot move to another one")
+        if not self.weight_version.is_shared:
+            raise NotImplementedError(
+                "requests of an engine whose weights were replaced cannot move to another one: update with a version, "
+                "which says for both engines which weights they have"
+            )
         return self._page_format()
 
     def startup(self) -> StartupReport:
@@ -445,29 +455,56 @@ class Engine:
         """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
         return self.holders[0].params
 
-    def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
-        """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
+    def update_weights(
+        self, source: WeightSource, version: str | None = None, kv: KVChange = "drop", partial: bool = False
+    ) -> str:
+        """Replaces the weights between two steps, and returns the name of the new ones.
 
-        `weights` are arrays by their names in a checkpoint, a tree like `Engine.weights`, whose arrays are used as
-        they are where they are in place, or the directory of a checkpoint of this model. The whole model must fit a
-        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again. With
-        `enable_eplb` the arrays of experts in a tree are gone as soon as experts move.
+        Nothing is compiled, but for stacks of layers that a part changes. Either all are replaced or none: after an
+        error the engine goes on with those before, and so do requests that run. Steps that were dispatched compute with
+        those before. The whole model must fit a second time, unless it is a tree whose arrays are in place.
+
+        source: a tree like `Engine.weights`, whose arrays are used as they are where they are in place, something
+            that `HoldsWeights`, arrays by their names in a checkpoint, which come into the forms that the engine
+            has, or the directory of a checkpoint of this model. Where several processes have devices of the engine,
+            only a directory, which each of them reads
+        version: what outputs and other engines call them. Pages of keys and values are exchanged only between engines
+            whose weights have the same version. None stands for the number of the update, and then with nobody
+        kv: with `drop`, requests that run compute all their tokens again. With `keep` they go on with the keys and
+            values that they have, which no other request gets. Either way cached prefixes are forgotten
+        partial: arrays that are not given stay as they are
+
+        With `enable_eplb` the arrays of experts in a tree are gone as soon as experts move. Drafts stay, but where a
+        tree has some.
         Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
-        NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
+        NotImplementedError for what this engine cannot do.
         """
         self._ready()
-        transfer = self.config.kv_transfer
-        if transfer is not None and transfer.leaves_engine:
-            raise NotImplementedError(
-                f"kv_connector {transfer.kv_connector} keeps pages of other weights: update weights without it"
-            )
-        new = new_weights(weights, [holder.params for holder in self.holders], self._read_weights)
-        for holder, params in zip(self.holders, new, strict=True):
-            holder.replace_params(params)
-        for balancer in self._balancers:
-            balancer.place_all()
-        self._has_first_weights = False
-        self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
+        new_version = self.weight_version.after(version)
+        check_kv_change(kv)
+        if kv == "keep" and self._has_kv_scales:
+            raise NotImplementedError("keys and values have scales among the weights here, so they go with these: drop")
+        if self.config.has_others:
+            if not isinstance(source, Path) or partial:
+                raise NotImplementedError(
+                    "weights on devices of several processes are replaced by those of a directory, which each of them "
+                    "reads: write a checkpoint where all hosts find it"
+                )
+            for holder in self.holders:
+                holder.read_params(source)
+        else:
+            new = new_weights(source, [holder.params for holder in self.holders], self._read_weights, partial)
+            for holder, params in zip(self.holders, new, strict=True):
+                holder.replace_params(params)
+        with self._reset_if_it_breaks_off():
+            for balancer in self._balancers:
+                balancer.place_all()
+            self.weight_version = new_version
+            for replica in self.replicas:
+                replica.begin_version(new_version, keeps_pages=kv == "keep")
+            if self._connector is not None:  # and no page of the weights before is on its way
+                self._connector.version = new_version
+        return new_version.name
 
     def use_pause(self) -> None:
         """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
@@ -569,6 +606,7 @@ class Engine:
         )
         if state is not None:
             state.restore(request)
+        begin_version(request.weight_starts, len(request.output_token_ids), self.weight_version.name)
         if sequence.wants_explanation:
             cache = self.replicas[0].scheduler.cache
             num_imported = len(request.output_token_ids) - request.num_unreported

@@ -17,7 +17,9 @@ from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -218,15 +220,26 @@ class LLM:
         """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
         return self.engine.weights
 
-    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
+    def update_weights(
+        self, source: WeightSource | str, version: str | None = None, kv: KVChange = "drop", partial: bool = False
+    ) -> str:
         """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
 
-        `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
-        `model.layers.0.mlp.down_proj.weight`, a tree like `LLM.weights`, or the directory of a checkpoint. All are
-        checked first: after an error the old ones are in place. Cached prefixes are forgotten. For the rest see
-        `Engine.update_weights`.
+        `source` has arrays of NumPy or jax by the names that a checkpoint of this model has, such as
+        `model.layers.0.mlp.down_proj.weight`, or is a tree like `LLM.weights`, something that holds such a tree, or the
+        directory of a checkpoint. With `partial` it is a part of that, and all other arrays stay. All are checked
+        first: after an error the old ones are in place.
+
+        Returns the name of the new weights, which outputs tell: `version`, or the number of the update. With `kv` drop,
+        requests that run compute all their tokens again. With keep they go on with the keys and values that they have.
+        Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
         """
-        self.engine.update_weights(Path(weights) if isinstance(weights, str) else weights)
+        return self.engine.update_weights(Path(source) if isinstance(source, str) else source, version, kv, partial)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the next step computes with: `default` for those of the start, as in vLLM."""
+        return self.engine.weight_version.name
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""

@@ -216,6 +216,7 @@ class OutputProcessor:
         if live.request.is_prompt_only:
             return None
         completion.token_ids.append(emitted.token_id)
+        completion.weight_starts = emitted.request.weight_starts
         if live.params.wants_logprobs or live.params.best_of is not None:
             self._take_logprobs(completion, live.params, emitted, output)
         ends_unseen = end is not None and end.hides_last and not live.params.include_stop_str_in_output
@@ -279,6 +280,7 @@ class OutputProcessor:
             return
         if not is_watched(live.request):
             completion.token_ids = end.request.output_token_ids.tolist()
+            completion.weight_starts = end.request.weight_starts
             shown = completion.token_ids
             if end.hides_last and not live.params.include_stop_str_in_output:
                 shown = shown[:-1]
@@ -411,6 +413,7 @@ class OutputProcessor:
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
             wrong_param=completion.wrong_param,
+            weight_versions=completion.weight_versions,
             draft_spans=None if completion.spans is None else completion.spans.split(text),
             explanation=None if completion.trail is None else explain(live, completion, completion.trail, self._ranks),
         )

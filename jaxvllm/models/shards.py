@@ -1,6 +1,8 @@
 """Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -122,12 +124,31 @@ def sharding_on(mesh: Mesh) -> ShardingOf:
     return lambda decl: sharding(decl.axes)
 
 
+@dataclass(frozen=True)
+class WeightPatch:
+    """A change of some arrays of a stage, those that are `given`, by their names and layers, in the tree `before`.
+
+    All others stay, the slots of experts among them. None stands for outside the layers.
+    """
+
+    before: Params
+    given: Callable[[str, int | None], bool]
+
+
 def assemble(
-    spread: Spread, stage: int, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts, forms: Forms
+    spread: Spread,
+    stage: int,
+    layout: Layout,
+    dtype: DTypeLike,
+    sharding_of: ShardingOf,
+    parts: Parts,
+    forms: Forms,
+    patch: WeightPatch | None = None,
 ) -> Params:
     """Builds the tree of a stage of `spread` from its arrays. Only those of a stacked layer may come in several parts.
 
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
+    With a `patch`, an array that is not given is the same as before, and a stack some of whose layers are is a copy.
     """
 
     def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
@@ -136,8 +157,13 @@ def assemble(
         # Not `device_put`, for which processes would wait for each other.
         return iter([jax.make_array_from_callback(decl.shape, sharding_of(decl), first_slots(*decl.shape).__getitem__)])
 
-    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None, before: Any = None) -> Any:
         number = first_layer(layers)
+        given = () if layers is None else layers[stage]
+        if patch is not None:
+            given = tuple(layer for layer in given if patch.given(name, layer))
+            if not given and not (layers is None and patch.given(name, None)):
+                return before
 
         def kept(part: jax.Array | Matrix) -> Any:
             if isinstance(part, Matrix):
@@ -154,11 +180,11 @@ def assemble(
             array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
             return array
 
-        stack = forms.node(name, decl, number, zeros)
+        stack = forms.node(name, decl, number, zeros) if patch is None else jax.tree.map(jnp.copy, before)
         held = jax.tree.leaves(stack)
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
-        for i, layer in enumerate(layers[stage]):
-            first = 0
+        for layer in given:
+            i, first = layers[stage].index(layer), 0
             for part in parts_of(name, decl, layer):
                 new = jax.tree.leaves(kept(part))
                 at = np.int32(i), np.int32(first)
@@ -167,7 +193,35 @@ def assemble(
                 first += len(new[0])
         return jax.tree.unflatten(jax.tree.structure(stack), held)
 
-    return build(spread, layout, leaf)
+    if patch is None:
+        return build(spread, layout, leaf)
+    makers = build(spread, layout, lambda *of_leaf: partial(leaf, *of_leaf))
+    made: Params = _filled(makers, patch.before)
+    return made
+
+
+def _filled(makers: Any, before: Any) -> Any:
+    """Returns the tree that `makers` make, each of what was in its place before."""
+    if isinstance(makers, dict):
+        return {name: _filled(make, before[name]) for name, make in makers.items()}
+    if isinstance(makers, list):
+        return [_filled(make, old) for make, old in zip(makers, before, strict=True)]
+    return makers(before)
+
+
+def of_stage(whole: Params, spread: Spread, stage: Mesh, forms: Forms) -> Params:
+    """Returns what the devices of a stage have of a tree that `joined` has made. Nothing is copied."""
+    devices, sharding_of = set(stage.local_devices), sharding_on(stage)
+
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+        return forms.node(name, decl, first_layer(layers), lambda own: own.stacked(most(layers)) if layers else own)
+
+    def part(decl: ParamDecl, array: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(decl.shape, sharding_of(decl), shards)
+
+    tree: Params = jax.tree.map(part, build(spread, "stacked", leaf), whole)
+    return tree
 
 
 def joined(stages: Sequence[Params], like: Params) -> Params:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxvllm.core.step_sizes import step_overhead
-from jaxvllm.models.params import Params
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import BucketLadder
@@ -34,6 +36,7 @@ from jaxvllm.runtime.multihost.calls import (
     Mask,
     PlaceExperts,
     Read,
+    ReadWeights,
     Recall,
     Recount,
     Reset,
@@ -92,17 +95,20 @@ class Runner(PlanRunner):
         sampling: SamplerOptions = DEFAULT_OPTIONS,
         make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
         proposer: Proposer | None = None,
+        read_weights: Callable[[Path], Params] | None = None,
     ):
         """Allocates pages and state on `mesh` and compiles the first bucket; the others follow in the background.
 
-        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. For
-        `yields` see `Programs`.
+        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. Then
+        all have a `SharedReader` to `read_weights`. For `yields` see `Programs`.
         """
         self.shape = shape
         # Whether a step with drafts takes longer after steps without.
         self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.sees_all
         self._leader = leader
         self._params = params
+        self._read_weights = read_weights
+        self._trouble: ValueError | None = None  # why weights could not be read when they were read last
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
         self.sizes = shape.sizes(spec)
         self.side = shape.side
@@ -235,13 +241,21 @@ class Runner(PlanRunner):
     def replace_params(self, params: Params) -> None:
         """Computes with `params` after all steps that were dispatched. They are as those before in shapes and places.
 
-        Raises NotImplementedError where other processes have devices of the mesh.
+        All devices of the mesh must be those of this process.
         """
-        if self._leader is not None:
-            raise NotImplementedError("weights on devices of several processes cannot be replaced: use one process")
+        assert self._leader is None, "no other process has these arrays"
         self._params = params
         if self.expert_slots is not None:
             self.expert_slots.read(params)
+
+    def read_params(self, directory: Path) -> None:
+        """Does the same with the weights of a directory, which all processes of the mesh read. Drafts stay.
+
+        Raises ValueError where one of them cannot. Then all go on with the weights before.
+        """
+        self.call(ReadWeights.of(directory))
+        if self._trouble is not None:
+            raise self._trouble
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -296,8 +310,9 @@ class Runner(PlanRunner):
                 return StepResult(output, None if scores is None else scores.best)
             case Forward(bucket, packed):
                 begin = self.programs.wait_for(bucket).begin
-                self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
-                self._forwarded = Forwarded(*held)
+                forwarded = begin(self._params, self._kv_pages, self._state, packed)
+                self._kv_pages, self._state, unsampled, scores = forwarded
+                self._forwarded = Forwarded(unsampled, scores, head_of(self._params))
             case Read(bucket, packed, number):
                 assert self._forwarded is not None, "nothing was forwarded"
                 name = DEVICE_READOUTS[number].name
@@ -308,20 +323,22 @@ class Runner(PlanRunner):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)
-                self._state, output = program.finish(self._params, self._state, left.unsampled)
+                self._state, output = program.finish(left.head, self._state, left.unsampled)
                 return StepResult(output, left.scores.best, left.reports)
             case SampleSome(bucket, turns, is_last):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left = self._forwarded
                 self._forwarded = None if is_last else replace(left, reports={})
                 program = self.programs.wait_for(bucket)
-                self._state, output = program.finish(self._params, self._state, left.unsampled, turns)
+                self._state, output = program.finish(left.head, self._state, left.unsampled, turns)
                 return StepResult(output, left.scores.best, left.reports)
             case TakeLoads():
                 self._state, self._loads = self._take_loads(self._state)
             case PlaceExperts(wanted, layer):
                 assert self.expert_slots is not None, "experts stay where they were loaded"
                 self._params = self.expert_slots.moved(self._params, layer, wanted)
+            case ReadWeights():
+                self._trouble = self._take_weights(call.directory)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -329,6 +346,18 @@ class Runner(PlanRunner):
             case Close():
                 self.programs.close()
                 self._params = self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]
+        return None
+
+    def _take_weights(self, directory: Path) -> ValueError | None:
+        """Reads the weights of a directory, and takes them unless a process cannot read them. Returns why, then."""
+        assert self._read_weights is not None, "one process alone replaces its weights itself"
+        try:
+            read = self._read_weights(directory)
+        except ValueError as error:
+            return error
+        self._params = read | ({DRAFT: self._params[DRAFT]} if DRAFT in self._params else {})
+        if self.expert_slots is not None:
+            self.expert_slots.begin()
         return None
 
     def call(self, call: Call) -> StepResult | None:

@@ -100,9 +100,51 @@ def test_weights_are_replaced_by_those_of_a_directory(server, tmp_path):
     tensors = load_file(DEMO / "model.safetensors")
     tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
     save_file(tensors, tmp_path / "model.safetensors")
-    assert server.ask(DEVELOPMENT, path, model_path=str(tmp_path)).json() == {"success": True, "message": ""}
+    named = {"model_path": str(tmp_path), "weight_version": "turned"}
+    assert server.ask(DEVELOPMENT, path, **named).json() == {"success": True, "message": ""}
+    assert server.ask(DEVELOPMENT, INFO, "GET").json() == {"weight_version": "turned"}
     answer = server.answer("/v1/completions", **body)
     assert answer["choices"][0]["text"] != before
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert server.ask(DEVELOPMENT, path, model_path=str(DEMO)).status_code == 200
     assert server.answer("/v1/completions", **body)["choices"][0]["text"] == before
+
+
+INFO = "/weight_info"
+
+
+def test_vllms_endpoint_takes_a_directory_and_keeps_what_runs(server):
+    path = "/update_weights"
+    assert server.client.post(path, json={"model_path": "/x"}).status_code == 404  # it is off by default
+    assert server.client.get(INFO).status_code == 404
+    response = server.ask(DEVELOPMENT, path, model_path=str(DEMO), kv="keep", weight_version="seven")
+    assert response.json() == {"weight_version": "seven"}
+    first = server.ask(DEVELOPMENT, path, model_path=str(DEMO)).json()  # it gets a name of its own
+    assert first == server.ask(DEVELOPMENT, INFO, "GET").json() != {"weight_version": "seven"}
+    body = BODY | {"max_tokens": 100, "ignore_eos": True, "cache_salt": "vllm"}
+    expected = server.answer("/v1/completions", **body)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        assert server.ask(DEVELOPMENT, path, model_path=str(DEMO), kv="keep").status_code == 200
+        text += lines
+    assert joined(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/update_weights", {"update_info": {"names": []}}, "update_info", "send tensors from one GPU to another"),
+        ("/update_weights", {"kv": "keep"}, "model_path", "model_path is missing"),
+        ("/update_weights", {"model_path": str(DEMO), "kv": "reset"}, "kv", "drop"),
+        ("/update_weights", {"model_path": str(DEMO), "weight_version": ""}, "weight_version", "at least 1"),
+        ("/start_weight_update", {}, None, "send tensors from one GPU to another"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, None, "give its directory as model_path"),
+        ("/finish_weight_update", {"weight_version": "x"}, None, "send tensors from one GPU to another"),
+    ],
+)
+def test_what_is_no_directory_is_refused(server, path, body, param, message):
+    response = server.ask(DEVELOPMENT, path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), response.text
+    assert message in error["message"]

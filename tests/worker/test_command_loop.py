@@ -19,7 +19,8 @@ from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedPara
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.commands import ResetPrefixCache, ShowExpertLoads, ShowPages, UpdateWeights
+from jaxvllm.core.weight_version import WeightVersionSpan
+from jaxvllm.engine.commands import ResetPrefixCache, ShowExpertLoads, ShowPages, ShowWeightVersions, UpdateWeights
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -280,7 +281,7 @@ def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("why"), "wrong"), (NotImplementedError("why"), "unsupported")])
 def test_a_command_that_cannot_be_done_is_answered_with_the_reason(error: Exception, kind: Any) -> None:
-    def fail(weights: Any) -> None:
+    def fail(*of_update: Any) -> None:
         raise error
 
     said = run(engine(update_weights=fail), wire.Ask(7, UpdateWeights("there")))
@@ -324,7 +325,9 @@ def test_limits_count_what_would_wait() -> None:
 
 
 PAGE = PageView(page=3, first_position=16, token_ids=(1, 2), num_owners=2, findable=True)
-OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x", [("a", True)])
+LOGPROBS = [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}]
+SPANS = [WeightVersionSpan("seven", 0, 1)]
+OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)], weight_versions=SPANS)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +348,8 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Ask(3, ShowPages()),
         wire.Ask(3, ShowExpertLoads()),
         wire.Ask(4, ResetPrefixCache(False, True)),
-        wire.Ask(5, UpdateWeights("there")),
+        wire.Ask(5, UpdateWeights("there", "seven", "keep")),
+        wire.Ask(5, ShowWeightVersions()),
         wire.Stop(),
         wire.Accepted(7),
         wire.FollowerEnded(),

@@ -1,9 +1,11 @@
 """The calls that change a device, as values that can be sent to another process."""
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +117,23 @@ class PlaceExperts:
 
 
 @dataclass(frozen=True)
+class ReadWeights:
+    """Replaces the weights by those of a directory, which each process reads on its host."""
+
+    packed: NDArray[np.int32]  # [words], made by `of`
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Packs the bytes of the path, filled up with zeros, which no path contains."""
+        name = os.fsencode(directory)
+        return cls(np.frombuffer(name + bytes(-len(name) % 4), "<i4"))
+
+    @property
+    def directory(self) -> Path:
+        return Path(os.fsdecode(self.packed.astype("<i4").tobytes().rstrip(b"\0")))
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -144,6 +163,7 @@ type Call = (
     | ForkSlots
     | TakeLoads
     | PlaceExperts
+    | ReadWeights
     | Reset
     | Close
 )
@@ -171,6 +191,7 @@ _KINDS: tuple[type[Message], ...] = (
     FillSideRows,
     TakeLoads,
     PlaceExperts,
+    ReadWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}

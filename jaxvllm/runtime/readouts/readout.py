@@ -31,6 +31,7 @@ class Forwarded:
 
     unsampled: Unsampled
     scores: PromptScores
+    head: Params  # what `project_logits` reads of the weights that computed it
     reports: dict[str, list[Any]] = field(default_factory=dict)  # by the name of the readout, one of each call
 
 
