@@ -84,6 +84,9 @@ class CompletionOutput:
     draft_spans: list[tuple[str, bool]] | None = None
     explanation: Explanation | None = None  # what each step did for it. Only at its end, if the request wants it.
     wrong_param: str | None = None  # the parameter to blame where an error of the caller ended it
+    # [tokens - 1, layers with experts, k], at its end, with enable_return_routed_experts: the experts that each token
+    # of prompt and output but the last has chosen.
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -120,6 +120,21 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class ReleasePages:
+    """Frees pages and state, until a `Reset`."""
+
+
+@dataclass(frozen=True)
+class ParkWeights:
+    """Moves the weights to the host's memory, until `UnparkWeights`."""
+
+
+@dataclass(frozen=True)
+class UnparkWeights:
+    """Brings the weights back to the devices."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Frees the device's memory. No call follows."""
 
@@ -145,6 +160,9 @@ type Call = (
     | TakeLoads
     | PlaceExperts
     | Reset
+    | ReleasePages
+    | ParkWeights
+    | UnparkWeights
     | Close
 )
 type Message = Call | Abandon
@@ -171,6 +189,9 @@ _KINDS: tuple[type[Message], ...] = (
     FillSideRows,
     TakeLoads,
     PlaceExperts,
+    ReleasePages,
+    ParkWeights,
+    UnparkWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
