@@ -70,6 +70,9 @@ class EngineConfig:
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
     count_expert_loads: bool = False  # count how many tokens choose each expert, which enable_eplb does anyhow
+    # Completions say which experts each of their tokens has chosen. Each decode step is one program then, and no prefix
+    # is read from the cache.
+    enable_return_routed_experts: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; auto: that of --dtype, unless a checkpoint says another
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own

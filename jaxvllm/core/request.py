@@ -169,6 +169,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
     search: BeamSearch | None = None
+    tells_experts: bool = False  # the caller is told which experts each token has chosen
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     masks_commute: bool = True  # with what the engine does to all logits: see `guesses`
@@ -221,7 +222,7 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin after pages that others have computed."""
         pooling = self.asked.pooling
-        if self.wants_scores or (pooling is not None and pooling.reads_all):
+        if self.wants_scores or self.tells_experts or (pooling is not None and pooling.reads_all):
             return False
         return not self.sampling_params.skip_reading_prefix_cache
 

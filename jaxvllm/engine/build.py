@@ -178,7 +178,10 @@ def build(
                 params[DRAFT] = draft
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
+    tells_experts = config.enable_return_routed_experts
+    sampling = SamplerOptions(
+        config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN", tells_experts
+    )
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.phase("memory"):
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)

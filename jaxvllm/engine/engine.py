@@ -17,6 +17,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
+from jaxvllm.core.pause import PauseMode, PauseState
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
+from jaxvllm.engine.engine_sleep import SLEEP_LEVELS, EngineSleep, SleepTag
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
@@ -113,6 +115,8 @@ class Engine:
         self._rounds = None
         if parts.lockstep is not None:
             self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._balancers)
+        self._sleep = EngineSleep(self.replicas, self.holders, self._meters)
+        self._early: list[RequestOutput] = []  # outputs that the next step returns
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
@@ -139,7 +143,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return any(replica.has_work for replica in self.replicas)
+        """Whether `step` has something to do. While the engine is paused, requests may wait without such work."""
+        return bool(self._early) or any(replica.has_work for replica in self.replicas)
 
     def check(
         self,
@@ -242,8 +247,9 @@ class Engine:
         not computed. Raises RuntimeError after `close`.
         """
         self._ready()
+        early, self._early = self._early, []
         with self._reset_if_it_breaks_off():
-            return self._step()
+            return [*early, *self._step()]
 
     @contextmanager
     def _reset_if_it_breaks_off(self) -> Iterator[None]:
@@ -335,6 +341,8 @@ class Engine:
         Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
         """
         self._ready()
+        if self.sleeping:
+            raise ValueError("an engine that sleeps has no pages for a request that moves to it: call wake_up first")
         form = self._moving_format()
         if exported.model != self.weight_version.mark(form.fingerprint):
             raise ValueError(
@@ -366,6 +374,8 @@ class Engine:
 
     def _moving_format(self) -> PageFormat:
         """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
+        if self.config.enable_return_routed_experts:
+            raise NotImplementedError("the experts of tokens do not move with a request: leave the option out")
         if not self.weight_version.is_shared:
             raise NotImplementedError(
                 "requests of an engine whose weights were replaced cannot move to another one: update with a version, "
@@ -422,8 +432,9 @@ class Engine:
         if not self._meters:
             raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
         self._ready()
-        for meter in self._meters:
-            meter.take()
+        if "kv_cache" not in self.sleeping:  # which has taken the loads with it
+            for meter in self._meters:
+                meter.take()
         for meter in self._meters:
             meter.read()
         total = np.sum([meter.total for meter in self._meters], axis=0)
@@ -452,7 +463,12 @@ class Engine:
 
     @property
     def weights(self) -> Params:
-        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
+        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays.
+
+        Raises ValueError while they sleep.
+        """
+        if "weights" in self.sleeping:
+            raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
         return self.holders[0].params
 
     def update_weights(
@@ -506,6 +522,101 @@ class Engine:
                 self._connector.version = new_version
         return new_version.name
 
+    # Pauses, and memory that is given back.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests that come now wait until `resume`."""
+        return self._sleep.is_paused
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is paused, no step is under way, and everything about steps so far has been told."""
+        return self.is_paused and not self.has_work
+
+    @property
+    def sleeping(self) -> tuple[SleepTag, ...]:
+        """What is not on the devices, of `weights` and `kv_cache`."""
+        return self._sleep.sleeping
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops computing requests until `resume`; what comes meanwhile waits. Steps that were dispatched end.
+
+        abort: all requests end now, with the tokens that they have; the next `step` returns their outputs.
+        wait: requests that have begun are computed to their ends.
+        keep: all requests stay where they are, with their pages, and go on after `resume`.
+        A caller calls `step` while `has_work`, or `settle`; then the pause is complete. A second one replaces it.
+        """
+        self._ready()
+        state = PauseState.of(mode)
+        if mode == "abort":
+            self._early += filter(None, map(self.abort, self.outputs.request_ids))
+        self._sleep.pause(state)
+
+    def settle(self) -> None:
+        """Takes the steps after which a pause is complete. The next `step` returns the outputs of all of them.
+
+        An exception drops all requests, as one in a step does.
+        """
+        with self._reset_if_it_breaks_off():
+            while self.is_paused and any(replica.has_work for replica in self.replicas):
+                self._early += self._step()
+
+    def resume(self) -> None:
+        """Computes requests again. Raises ValueError while weights or pages are not on the devices."""
+        self._ready()
+        self._sleep.resume()
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages until `wake_up`. Cached prefixes are forgotten, and so is the KV of requests.
+
+        Requests that a pause has kept compute all their tokens again afterwards. Raises ValueError unless the engine is
+        paused and settled, and NotImplementedError where KV pages go elsewhere, too.
+        """
+        self._check_rest()
+        if self._connector is not None:
+            raise NotImplementedError(
+                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
+                "level 0, or leave kv_transfer_config out"
+            )
+        self.reset_prefix_cache(reset_running_requests=True)
+        self._sleep.release_kv()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives back memory of the devices until `wake_up`. The levels are vLLM's; the engine must be settled.
+
+        0: none. 1: that of KV pages, as `release_kv` does, and that of weights, which go to the host's memory; on CPUs
+        they are there already and stay. 2: both, and the weights are dropped: `update_weights` must bring others, and
+        arrays that a caller holds stay.
+        Raises ValueError unless the engine is paused and settled, and NotImplementedError as `release_kv` does, and
+        for level 2 where weights cannot be replaced.
+        """
+        self._check_rest()
+        if level not in SLEEP_LEVELS:
+            raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
+        if level == 2 and self.config.has_others:
+            raise NotImplementedError(
+                "sleep(level=2) needs update_weights, which an engine of several processes has not: use level 1"
+            )
+        if level:
+            self.release_kv()
+            self._sleep.release_weights(level)
+
+    def wake_up(self, tags: Iterable[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None). Returns whether nothing sleeps.
+
+        Nothing is compiled. Weights that were dropped are brought by `update_weights` alone. The engine stays paused.
+        """
+        self._ready()
+        return self._sleep.wake_up(tags)
+
+    def _check_rest(self) -> None:
+        self._ready()
+        if not self.is_paused or any(replica.has_work for replica in self.replicas):
+            raise ValueError(
+                "only an engine that is paused, and has ended its steps, gives memory back: pause it first"
+            )
+
     def use_pause(self) -> None:
         """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
 
@@ -556,9 +667,11 @@ class Engine:
         if self._rounds is not None:
             self._rounds.drop()
         self.outputs = self._make_outputs()
+        self._early.clear()
         self._router = self._make_router()
         for holder in self.holders:
-            holder.reset()
+            if holder.has_pages:
+                holder.reset()
         self._is_broken = False
 
     def _make_outputs(self) -> OutputProcessor:
@@ -603,6 +716,7 @@ class Engine:
             bad_word_ids=bad_words,
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
+            tells_experts=self.config.enable_return_routed_experts and beams is None and sequence.pooling is None,
         )
         if state is not None:
             state.restore(request)

@@ -13,12 +13,14 @@ from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,
@@ -241,6 +243,54 @@ class LLM:
         """The name of the weights that the next step computes with: `default` for those of the start, as in vLLM."""
         return self.engine.weight_version.name
 
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops computing until `resume`, and returns when no step is under way. `generate` raises meanwhile.
+
+        An open stream ends with the finish reason `abort` (mode abort), is computed to its end, which it tells when it
+        is read (wait), or goes on after `resume` (keep). Unless requests are kept, `clear_cache` forgets every prefix.
+        """
+        self.engine.pause(mode)
+        self.engine.settle()
+        if clear_cache and mode != "keep":
+            self.engine.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Computes again after a `pause`. Raises ValueError while weights or pages are not on the devices."""
+        self.engine.resume()
+
+    def is_paused(self) -> bool:
+        """Returns whether `generate` would raise because of a pause."""
+        return self.engine.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, as `pause` does, and gives back memory of the devices, as `Engine.sleep` says.
+
+        Level 0 gives back none, 1 that of KV pages and weights, which go to the host's memory, and 2 drops the weights.
+        """
+        self.pause(mode, clear_cache=level > 0)
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None), and returns whether nothing sleeps.
+
+        Then it computes again. Nothing is compiled. After `sleep(level=2)`, weights come with `update_weights` alone.
+        """
+        is_awake = self.engine.wake_up(tags)
+        if is_awake:
+            self.engine.resume()
+        return is_awake
+
+    def is_sleeping(self) -> bool:
+        """Returns whether the engine is paused, at any level of sleep, as in vLLM."""
+        return self.engine.is_paused
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages while the engine is paused, until `wake_up(["kv_cache"])`.
+
+        Requests that a pause has kept compute all their tokens again afterwards.
+        """
+        self.engine.release_kv()
+
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""
         self.engine.close()
@@ -293,8 +343,13 @@ class LLM:
         return requests
 
     def _require_idle(self) -> None:
+        self._require_resumed()
         if self.engine.has_work and not self.engine.is_closed:
             raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
+
+    def _require_resumed(self) -> None:
+        if self.engine.is_paused and not self.engine.is_closed:
+            raise RuntimeError("the LLM is paused, and computes nothing: call resume() or wake_up() first")
 
     def _complete(self, requests: list[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -314,7 +369,9 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            while self.engine.has_work:
+            while self.engine.has_work or any(one.request_id in self.engine.outputs for one in requests):
+                if not self.engine.has_work:
+                    self._require_resumed()
                 yield from self.engine.step()
         finally:
             for request in requests:

@@ -34,19 +34,23 @@ from jaxvllm.runtime.multihost.calls import (
     ForkSlots,
     Forward,
     Mask,
+    ParkWeights,
     PlaceExperts,
     Read,
     ReadWeights,
     Recall,
     Recount,
+    ReleasePages,
     Reset,
     SampleRows,
     SampleSome,
     Step,
     TakeLoads,
+    UnparkWeights,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, PageCopier
+from jaxvllm.runtime.parked_params import are_dropped, are_parked, parked, restored
 from jaxvllm.runtime.plan_runner import PlanRunner, StepResult
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.proposers import Proposer
@@ -116,7 +120,8 @@ class Runner(PlanRunner):
         self._replica_devices = mesh.size // self.num_replicas
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self.overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
-        self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
+        self._is_on_host = mesh.devices.flat[0].platform == "cpu"
+        self._pages_grow = self._is_on_host and not backend.interpret
         self._new_pages: Callable[[], KVCachePages] = (
             (lambda: jax.tree.map(partial(untouched, mesh=mesh), pages))
             if self._pages_grow
@@ -257,6 +262,41 @@ class Runner(PlanRunner):
         if self._trouble is not None:
             raise self._trouble
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices."""
+        return not are_parked(self._params)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the devices have pages and state. While they have none, no step may be dispatched."""
+        return self._kv_pages is not None
+
+    def release_pages(self) -> None:
+        """Frees pages and state after all steps that were dispatched. `reset` makes new ones."""
+        self.call(ReleasePages())
+
+    def park_weights(self) -> None:
+        """Moves the weights to the host's memory, where those of CPUs are already."""
+        self.call(ParkWeights())
+
+    def unpark_weights(self) -> None:
+        """Brings the weights back to the devices with the same bits, unless they are there, or were dropped."""
+        self.call(UnparkWeights())
+
+    def drop_weights(self) -> None:
+        """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
+
+        What belongs to a draft model stays as well, because nothing replaces it.
+
+        Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
+        """
+        if self._leader is not None:
+            raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
+        draft = {DRAFT: self._params[DRAFT]} if DRAFT in self._params else {}
+        own = {name: value for name, value in self._params.items() if name != DRAFT}
+        self._params = parked(own, keeps=False) | draft
+
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
         assert self.expert_slots is not None, "experts stay where they were loaded"
@@ -339,6 +379,14 @@ class Runner(PlanRunner):
                 self._params = self.expert_slots.moved(self._params, layer, wanted)
             case ReadWeights():
                 self._trouble = self._take_weights(call.directory)
+            case ReleasePages():
+                self._kv_pages = self._state = self._forwarded = self._loads = None  # type: ignore[assignment]
+            case ParkWeights():
+                if not self._is_on_host and self.has_weights:
+                    self._params = parked(self._params, keeps=True)
+            case UnparkWeights():
+                if not self.has_weights and not are_dropped(self._params):
+                    self._params = restored(self._params)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()

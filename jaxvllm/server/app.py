@@ -18,8 +18,10 @@ from jaxvllm.server.routes import (
     development,
     elastic,
     embeddings,
+    generate,
     info,
     messages,
+    pausing,
     playground,
     responses,
     sagemaker,
@@ -42,6 +44,7 @@ def create_app(service: Service) -> FastAPI:
     for module in (
         completions,
         embeddings,
+        generate,
         chat_completions,
         responses,
         stored_responses,
@@ -56,6 +59,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(elastic.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
+        app.include_router(pausing.router(service))
 
     app.add_middleware(HeadAsGet)
     app.add_middleware(AfterStart, service=service)

@@ -139,6 +139,21 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class ReleasePages:
+    """Frees pages and state, until a `Reset`."""
+
+
+@dataclass(frozen=True)
+class ParkWeights:
+    """Moves the weights to the host's memory, until `UnparkWeights`."""
+
+
+@dataclass(frozen=True)
+class UnparkWeights:
+    """Brings the weights back to the devices."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Frees the device's memory. No call follows."""
 
@@ -165,6 +180,9 @@ type Call = (
     | PlaceExperts
     | ReadWeights
     | Reset
+    | ReleasePages
+    | ParkWeights
+    | UnparkWeights
     | Close
 )
 type Message = Call | Abandon
@@ -192,6 +210,9 @@ _KINDS: tuple[type[Message], ...] = (
     TakeLoads,
     PlaceExperts,
     ReadWeights,
+    ReleasePages,
+    ParkWeights,
+    UnparkWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
