@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from jaxvllm.core.lora import LoRARequest
 from jaxvllm.engine.page_view import PoolView
 
 if TYPE_CHECKING:
@@ -98,4 +99,37 @@ class UpdateWeights(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
-type AnyCommand = ShowPages | ShowExpertLoads | ResetPrefixCache | UpdateWeights
+class LoadAdapter(EngineCommand[bool], frozen=True):
+    """Reads an adapter into host memory, so that what is wrong with it is told before requests name it."""
+
+    name: str
+    number: int
+    path: str
+
+    answers: ClassVar[type] = bool
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.load_adapter(LoRARequest(self.name, self.number, self.path))
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class UnloadAdapter(EngineCommand[bool], frozen=True):
+    """Forgets an adapter, but for requests that have it. No later one has its number."""
+
+    number: int
+
+    answers: ClassVar[type] = bool
+
+    def run(self, engine: "Engine") -> bool:
+        engine.unload_adapter(self.number)
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+type AnyCommand = ShowPages | ShowExpertLoads | ResetPrefixCache | UpdateWeights | LoadAdapter | UnloadAdapter

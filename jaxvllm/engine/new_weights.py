@@ -7,7 +7,11 @@ from typing import Any
 import jax
 
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
+
+# What stands in the tree beside the model's own weights, and stays.
+_OTHERS = (DRAFT, LORA)
 
 
 def new_weights(
@@ -15,21 +19,24 @@ def new_weights(
     before: Sequence[Params],
     read: Callable[[Mapping[str, Any] | Path], list[Params]],
 ) -> list[Params]:
-    """Returns the weights of every replica, with the drafts of those `before`, which have one entry a replica.
+    """Returns the weights of every replica, with the drafts and the adapters of those `before`.
+
+    `before` has one entry a replica.
 
     `given` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
     as the engine holds it.
     Arrays of such a tree that are in place already are used as they are.
     Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
     """
-    drafts = [{DRAFT: params[DRAFT]} if DRAFT in params else {} for params in before]
+    others = [{name: params[name] for name in _OTHERS if name in params} for params in before]
     if isinstance(given, Path) or not _is_tree(given):
-        return [params | draft for params, draft in zip(read(given), drafts, strict=True)]
-    own = {name: value for name, value in given.items() if name != DRAFT}
-    return [
-        _placed(own, {name: value for name, value in params.items() if name != DRAFT}) | draft
-        for params, draft in zip(before, drafts, strict=True)
-    ]
+        return [params | other for params, other in zip(read(given), others, strict=True)]
+    own = _without_others(given)
+    return [_placed(own, _without_others(params)) | other for params, other in zip(before, others, strict=True)]
+
+
+def _without_others(params: Mapping[str, Any]) -> Params:
+    return {name: value for name, value in params.items() if name not in _OTHERS}
 
 
 def _is_tree(given: Mapping[str, Any]) -> bool:

@@ -13,10 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_sizes import step_overhead
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.adapter_fills import AdapterFills
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
@@ -148,6 +151,7 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
+        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -242,6 +246,11 @@ class Runner(PlanRunner):
         self._params = params
         if self.expert_slots is not None:
             self.expert_slots.read(params)
+
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapter_fills is not None, "there is no room for adapters"
+        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
+        self._params = self._params | {LORA: filled}
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
