@@ -267,8 +267,11 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
-        is_one = lora_request is None or isinstance(lora_request, LoRARequest)
-        adapters = [lora_request] * len(prompts) if is_one else list(lora_request)
+        adapters: list[LoRARequest | None]
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(prompts)
+        else:
+            adapters = list(lora_request)
         for name, values in (("sampling_params", params), ("priority", priorities), ("lora_request", adapters)):
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")

@@ -62,14 +62,15 @@ class LayerLora:
 
     def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
         if self.by_group:
-            shape, axes = (self.num_slots, *one.shape), (None, *one.axes)
-            return replace(one, shape=shape, axes=axes, storage="experts", heads=None)
-        axis, shape = self.slot_axis(name) % len(one.shape), list(one.shape)
-        shape[axis] *= self.num_slots
+            return replace(
+                one, shape=(self.num_slots, *one.shape), axes=(None, *one.axes), storage="experts", heads=None
+            )
+        shape = list(one.shape)
+        shape[self.slot_axis(name)] *= self.num_slots
         return replace(one, shape=tuple(shape), storage="matrix", heads=None)
 
     def slot_axis(self, name: str) -> int:
-        """Returns the axis of the arrays of that name along which slots follow each other, or its place from the end."""
+        """Returns the axis of slots in the arrays of that name, or its place counted from the end."""
         if self.by_group:
             return 0
         return -2 if name.startswith(DOWN) else -1

@@ -76,8 +76,8 @@ def forward(
         or model.pipeline.stages.size > 1
     )
     is_read = None if reads_all else _are_read(batch, rows)
-    beside = {"side_rows": state.get(SIDE_ROWS), "is_read": is_read, "adapters": adapters_of(state, slots, model)}
-    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, depths, **beside)
+    ways = depths, None, state.get(SIDE_ROWS), is_read, adapters_of(state, slots, model)
+    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, *ways)
     hidden, state = computed.hidden, with_loads(state, computed.loads)
     if proposer is not None:
         with jax.named_scope("see"):
