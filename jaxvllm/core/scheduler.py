@@ -14,6 +14,7 @@ from jaxvllm.core import step_outcome
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import KVCache
+from jaxvllm.core.lora import LoraSlots
 from jaxvllm.core.page_loads import PageLoad, PageSave, PageSource
 from jaxvllm.core.pause import PauseState
 from jaxvllm.core.policy import Policy
@@ -51,10 +52,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         source: PageSource | None = None,
         side_store: SideStore | None = None,
+        lora_slots: LoraSlots | None = None,
     ):
         """Begins without requests. `source` may have pages that the prefix cache does not have.
 
-        Without a `side_store` no prompt may have side inputs.
+        Without a `side_store` no prompt may have side inputs, and without `lora_slots` no request an adapter.
         """
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
@@ -68,7 +70,8 @@ class Scheduler:
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
         self.side_store = SideStore(0) if side_store is None else side_store
-        parts = self._running, self._shared, self.side_store, self._constrained, self._beams
+        self.lora_slots = LoraSlots(0) if lora_slots is None else lora_slots
+        parts = self._running, self._shared, self.side_store, self._constrained, self._beams, self.lora_slots
         self._prefills = Prefills(slots, cache, policy, self.queue, *parts)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
@@ -486,6 +489,7 @@ class Scheduler:
             self.cache.release(slot)
             self.slots.vacate(slot)
         self._running.remove(request.request_id)
+        self.lora_slots.release(request.request_id)
         return request
 
     def running(self) -> Iterator[tuple[int, Request]]:
@@ -498,6 +502,9 @@ class Scheduler:
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
         self.side_store.check_invariants()
+        self.lora_slots.check_invariants()
+        using = {request.request_id for _, request in self.running() if request.adapter is not None}
+        assert using == self.lora_slots.held.keys(), "an adapter is held by others than those that run with it"
         self._running.check_invariants()
         self.queue.check_invariants()
         assert not any(request_id in self.queue for request_id in self._running), "a request waits and runs"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from jaxvllm.core.lora import LoRARequest
 from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine_sleep import SleepTag
@@ -201,6 +202,39 @@ class WakeUp(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
+class LoadAdapter(EngineCommand[bool], frozen=True):
+    """Reads an adapter into host memory, so that what is wrong with it is told before requests name it."""
+
+    name: str
+    number: int
+    path: str
+
+    answers: ClassVar[type] = bool
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.load_adapter(LoRARequest(self.name, self.number, self.path))
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class UnloadAdapter(EngineCommand[bool], frozen=True):
+    """Forgets an adapter, but for requests that have it. No later one has its number."""
+
+    number: int
+
+    answers: ClassVar[type] = bool
+
+    def run(self, engine: "Engine") -> bool:
+        engine.unload_adapter(self.number)
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
 type AnyCommand = (
     ShowPages
     | ShowExpertLoads
@@ -212,4 +246,6 @@ type AnyCommand = (
     | PutToSleep
     | ReleaseKV
     | WakeUp
+    | LoadAdapter
+    | UnloadAdapter
 )

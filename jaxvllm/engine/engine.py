@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Unpack
@@ -17,6 +18,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
+from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
 from jaxvllm.core.pause import PauseMode, PauseState
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
@@ -31,6 +33,7 @@ from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
+from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.new_weights import WeightSource, new_weights
 from jaxvllm.engine.output_processor import OutputProcessor
@@ -47,6 +50,7 @@ from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.experts import num_experts
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
@@ -97,6 +101,9 @@ class Engine:
         self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
         self.weight_version = WeightVersion()
+        self._loras = None
+        if parts.read_adapter is not None:
+            self._loras = LoraStore(parts.read_adapter, config.max_cpu_loras or config.max_loras)
         self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
         self._balancers: tuple[ExpertBalancer, ...] = ()
         if config.eplb is not None:
@@ -167,7 +174,25 @@ class Engine:
         self._bad_words(request)
         self.check_fits(request)
         self._grammar(request)
+        self._adapter(request)
         return request
+
+    def load_adapter(self, request: LoRARequest) -> None:
+        """Reads an adapter into host memory, unless it is there. Raises ValueError for a wrong one, as `check` does."""
+        if self._loras is None:
+            raise ValueError("adapters need an engine that has room for them: set enable_lora")
+        self._loras.get(request)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter in host memory, if it is there. Requests that have it go on."""
+        if self._loras is not None:
+            self._loras.forget(number)
+
+    def _adapter(self, request: GenerationRequest) -> LoraAdapter | None:
+        """Returns the adapter of a request that was checked, if it has one. Raises ValueError for a wrong one."""
+        if request.lora_request is None or self._loras is None:
+            return None
+        return self._loras.get(request.lora_request)
 
     def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
         """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
@@ -220,8 +245,8 @@ class Engine:
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        bad_words = self._bad_words(request)
-        queued = [self._queued(sequence, grammar, bad_words) for sequence in sequences]
+        bad_words, adapter = self._bad_words(request), self._adapter(request)
+        queued = [self._queued(sequence, grammar, bad_words, adapter) for sequence in sequences]
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         try:
             self._queue(request, queued, self._router.choose(queued[0]))
@@ -321,6 +346,8 @@ class Engine:
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = self.outputs.request(request_id)
+        if request.lora_request is not None:
+            raise NotImplementedError("requests with an adapter cannot move to another engine yet")
         open_ids = self.outputs.children(request_id)
         [replica] = [one for one in self.replicas if open_ids[0] in one.scheduler]
         left = {name: replica.scheduler.finish(name) for name in open_ids}
@@ -357,7 +384,8 @@ class Engine:
         exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
         bad_words = self._bad_words(request)
         queued = [
-            self._queued(sequences[index], grammar, bad_words, state) for index, state in exported.sequences.items()
+            self._queued(sequences[index], grammar, bad_words, None, state)
+            for index, state in exported.sequences.items()
         ]
         scheduler = self._router.choose(queued[0])
         [replica] = [one for one in self.replicas if one.scheduler is scheduler]
@@ -421,7 +449,16 @@ class Engine:
             num_expert_placements=sum(balancer.num_placements for balancer in self._balancers),
             mean_expert_load=round(sum(balancer.mean_load for balancer in self._balancers)),
             most_expert_load=round(sum(balancer.most_load for balancer in self._balancers)),
+            **({} if self._loras is None else self._adapter_stats()),
         )
+
+    def _adapter_stats(self) -> dict[str, Any]:
+        schedulers = [replica.scheduler for replica in self.replicas]
+        return {
+            "max_loras": self.config.max_loras,
+            "running_adapters": _names(one for scheduler in schedulers for one in scheduler.lora_slots.held.values()),
+            "waiting_adapters": _names(one.adapter for scheduler in schedulers for one in scheduler.queue),
+        }
 
     def expert_loads(self) -> dict[int, NDArray[np.int64]]:
         """Returns how many tokens have chosen each expert since the start, i64[experts], by the number of the layer.
@@ -469,7 +506,7 @@ class Engine:
         """
         if "weights" in self.sleeping:
             raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
-        return self.holders[0].params
+        return {name: value for name, value in self.holders[0].params.items() if name != LORA}
 
     def update_weights(
         self, source: WeightSource, version: str | None = None, kv: KVChange = "drop", partial: bool = False
@@ -694,12 +731,17 @@ class Engine:
         sequence: GenerationRequest,
         grammar: CompiledGrammar | None,
         bad_words: tuple[tuple[int, ...], ...],
+        adapter: LoraAdapter | None = None,
         state: SamplingState | None = None,
     ) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
 
-        All sequences of a caller's request share `grammar` and `bad_words`. `state`: where this one goes on.
+        All sequences of a caller's request share `grammar`, `bad_words` and `adapter`. `state`: where this one goes on.
         """
+        if self._loras is not None:
+            given = sequence.prompt.cache_salt
+            salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
+            sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search
@@ -715,6 +757,7 @@ class Engine:
             constraint=None if constraint is None else GuardedConstraint(constraint),
             bad_word_ids=bad_words,
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
+            adapter=adapter,
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
             tells_experts=self.config.enable_return_routed_experts and beams is None and sequence.pooling is None,
         )
@@ -726,3 +769,8 @@ class Engine:
             num_imported = len(request.output_token_ids) - request.num_unreported
             request.trail = Trail(cache.page_size, len(cache.groups), self.vocab_size, num_imported)
         return request
+
+
+def _names(adapters: Iterable[LoraAdapter | None]) -> tuple[str, ...]:
+    """Returns the names of adapters, each once."""
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

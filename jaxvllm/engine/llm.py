@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.lora import LoRARequest
 from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
@@ -69,6 +70,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes the prompts and returns their outputs in the order given.
 
@@ -78,8 +80,11 @@ class LLM:
 
         Give one `sampling_params` for all prompts, or one for each. Everything is checked before anything is queued, so
         a ValueError, which names the prompt's index, leaves the engine as it was.
+
+        `lora_request` names the adapter of all prompts, or of each one; None is the model itself.
         """
-        return self._complete(self._check(_as_list(prompts), sampling_params, priority), use_tqdm)
+        listed = _as_list(prompts)
+        return self._complete(self._check(listed, sampling_params, priority, lora_request=lora_request), use_tqdm)
 
     def chat(
         self,
@@ -91,6 +96,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes one conversation (a list of messages) or several, rendered by the model's chat template."""
         one = bool(messages) and isinstance(messages[0], Mapping)
@@ -107,7 +113,8 @@ class LLM:
             for conversation in conversations
         ]
         # The chat template writes the special tokens itself.
-        return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
+        requests = self._check(texts, sampling_params, None, add_special_tokens=False, lora_request=lora_request)
+        return self._complete(requests, use_tqdm)
 
     def beam_search(
         self,
@@ -158,6 +165,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns one vector f32[dimensions] for each prompt, in the order given, computed with the model's own layers.
 
@@ -174,12 +182,18 @@ class LLM:
             )
         poolings = [self.engine.pooler.resolve(one) for one in params]
         sampling = [Pooling.sampling_params(one.truncate_prompt_tokens) for one in params]
-        outputs = self._complete(self._check(listed, sampling, priority, poolings=poolings), use_tqdm)
+        requests = self._check(listed, sampling, priority, poolings=poolings, lora_request=lora_request)
+        outputs = self._complete(requests, use_tqdm)
         return [_embedding(output) for output in outputs]
 
-    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Completes one prompt and yields an output after every step: all so far, or news with `output_kind` DELTA."""
-        [request] = self._check([prompt], sampling_params, None, final_only=False)
+        [request] = self._check([prompt], sampling_params, None, final_only=False, lora_request=lora_request)
         return self._run([request])
 
     def get_tokenizer(self) -> Tokenizer:
@@ -311,11 +325,17 @@ class LLM:
         final_only: bool = True,
         beam_search: BeamSearchParams | None = None,
         poolings: Sequence[Pooling] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[GenerationRequest]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
-        for name, values in (("sampling_params", params), ("priority", priorities)):
+        adapters: list[LoRARequest | None]
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(prompts)
+        else:
+            adapters = list(lora_request)
+        for name, values in (("sampling_params", params), ("priority", priorities), ("lora_request", adapters)):
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")
         requests = []
@@ -334,6 +354,7 @@ class LLM:
                     priority=rank,
                     beam_search=beam_search,
                     pooling=None if poolings is None else poolings[index],
+                    lora_request=adapters[index],
                 )
                 requests.append(request)
             except ValueError as error:

@@ -14,11 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.adapter_fills import AdapterFills
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
@@ -159,6 +162,7 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
+        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -287,15 +291,20 @@ class Runner(PlanRunner):
     def drop_weights(self) -> None:
         """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
 
-        What belongs to a draft model stays as well, because nothing replaces it.
+        What belongs to a draft model or to adapters stays as well, because nothing replaces it.
 
         Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
         """
         if self._leader is not None:
             raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
-        draft = {DRAFT: self._params[DRAFT]} if DRAFT in self._params else {}
-        own = {name: value for name, value in self._params.items() if name != DRAFT}
-        self._params = parked(own, keeps=False) | draft
+        others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
+        own = {name: value for name, value in self._params.items() if name not in others}
+        self._params = parked(own, keeps=False) | others
+
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapter_fills is not None, "there is no room for adapters"
+        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
+        self._params = self._params | {LORA: filled}
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""

@@ -26,6 +26,7 @@ from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
     DeviceOutput,
     StepModel,
+    adapters_of,
     append,
     are_alive,
     are_stops,
@@ -76,10 +77,8 @@ def forward(
         or model.pipeline.stages.size > 1
     )
     is_read = None if reads_all else _are_read(batch, rows)
-    side_rows = state.get(SIDE_ROWS)
-    computed, kv_pages = compute(
-        params, kv_pages, token_ids, rows, tables, model, depths, side_rows=side_rows, is_read=is_read
-    )
+    ways = depths, None, state.get(SIDE_ROWS), is_read, adapters_of(state, slots, model)
+    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, *ways)
     hidden, state = computed.hidden, with_loads(state, computed.loads)
     if proposer is not None:
         with jax.named_scope("see"):

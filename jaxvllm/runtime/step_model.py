@@ -12,6 +12,7 @@ from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.token_adapters import TokenAdapters
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.expert_choices import ChoiceShape
@@ -20,7 +21,7 @@ from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
 from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
-from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
+from jaxvllm.runtime.slot_fields import ADAPTER, DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -38,6 +39,7 @@ class StepModel:
     replicas: ReplicaAxis = NO_OTHERS  # that run the step together
     sampling: SamplerOptions = DEFAULT_OPTIONS
     pipeline: Pipeline = NO_PIPELINE
+    is_adapted: bool = False  # whether tokens have adapters
 
     @property
     def sizes(self) -> SlotSizes:
@@ -112,13 +114,14 @@ def compute(
     most_drafted: int | None = None,
     side_rows: jax.Array | None = None,
     is_read: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[Computed, KVCachePages]:
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages].
 
     With `side_rows` [N, E], the token `-1 - r` is its row r. `is_read` bool[T] is False for tokens whose hidden states
     may be anything, since nobody reads them; None: all are read.
     With `most_drafted` all but the first token of a row are drafts, and no row has more tokens than that. `commit` then
-    says how many of them count.
+    says how many of them count. `adapters` i32[R] are the slots of the rows' adapters; None: no row has one.
     """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
@@ -131,6 +134,8 @@ def compute(
 
     first = model.first_layer
     told = ChoiceShape.of(model.spec) if model.sampling.tells_experts else None
+    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
+    assert of_tokens is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
     assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
     def run(
@@ -150,7 +155,7 @@ def compute(
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
         counting = count if model.shape.counts_loads or told is not None else None
         x, states, kept = run_part(
-            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, of_tokens
         )
         return x, states, kept._replace(chosen=None)
 
@@ -251,6 +256,11 @@ def append(
         "length": state["length"].at[at].set(lengths + counts, mode="drop"),
         "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
     }
+
+
+def adapters_of(state: DeviceState, slots: jax.Array, model: StepModel) -> jax.Array | None:
+    """Returns the slots i32[R] of the adapters of rows, or None where no row of the step has one."""
+    return state[ADAPTER.name][slots] if model.is_adapted else None
 
 
 def are_alive(state: DeviceState, slots: jax.Array) -> jax.Array:

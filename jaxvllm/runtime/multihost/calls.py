@@ -225,6 +225,7 @@ def to_bytes(message: Message) -> bytes:
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
     sizes: tuple[int, ...] = (0,) * 7
     if bucket is not None:
+        assert not bucket.is_adapted, "there are no adapters where several processes have devices"
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind, bucket.is_plain)
     shape = words.shape if words.ndim == 2 else (0, 0)
