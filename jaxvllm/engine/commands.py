@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from jaxvllm.core.pause import PauseMode
-from jaxvllm.engine.engine_sleep import SleepTag
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.engine.page_view import PoolView
 
 if TYPE_CHECKING:

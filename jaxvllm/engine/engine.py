@@ -17,7 +17,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
-from jaxvllm.core.pause import PauseMode, PauseState
+from jaxvllm.core.pause import SLEEP_LEVELS, PauseMode, PauseState, SleepTag
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
-from jaxvllm.engine.engine_sleep import SLEEP_LEVELS, EngineSleep, SleepTag
+from jaxvllm.engine.engine_sleep import EngineSleep
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers

@@ -13,13 +13,12 @@ from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
-from jaxvllm.core.pause import PauseMode
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.engine import Engine
-from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
