@@ -74,11 +74,9 @@ class StoredWeights:
     @classmethod
     def of(cls, tensors: Tensors, family: Family, spec: ModelSpec, needs_kv_scales: bool = False) -> "StoredWeights":
         """Checks every tensor, as `open` does."""
-        prefix = _prefix(family, tensors)
-        prefixes = [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
-        layers = [family.layer_sources(spec, layer, start) for layer, start in enumerate(prefixes)]
+        outer, layers = named_sources(tensors, family, spec)
+        prefixes = _layer_prefixes(tensors, family, spec)
         scales = _kv_scales(tensors, spec, prefixes)
-        outer = outer_sources(spec, prefix, _names(family, tensors))
         weights = cls(tensors, outer, tuple({**own, **more} for own, more in zip(layers, scales, strict=True)))
         weights._check_names(family, spec)
         weights._check_kv_scales(prefixes, needs_kv_scales)
@@ -167,6 +165,23 @@ class StoredWeights:
                     f"{self.tensors.where(name)}: tensor {name} has a scale of {wrong[0]}: scales of keys and values "
                     "must be positive numbers"
                 )
+
+
+def named_sources(
+    tensors: Tensors, family: Family, spec: ModelSpec
+) -> tuple[dict[str, tuple[Source, ...]], list[Mapping[str, tuple[Source, ...]]]]:
+    """Returns the sources of the arrays outside the layers and of each layer, by the names that `tensors` have.
+
+    Scales of keys and values are not among them.
+    """
+    prefixes = _layer_prefixes(tensors, family, spec)
+    layers = [family.layer_sources(spec, layer, start) for layer, start in enumerate(prefixes)]
+    return outer_sources(spec, _prefix(family, tensors), _names(family, tensors)), layers
+
+
+def _layer_prefixes(tensors: Tensors, family: Family, spec: ModelSpec) -> list[str]:
+    prefix = _prefix(family, tensors)
+    return [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
 
 
 def _kv_scales(tensors: Tensors, spec: ModelSpec, prefixes: Sequence[str]) -> list[Mapping[str, tuple[Source, ...]]]:
