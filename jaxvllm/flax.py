@@ -39,8 +39,8 @@ class EngineModule(nnx.Module):
     """A decoder as a flax module. Make one with `of` or with `load`.
 
     `weights` is a tree like `LLM.weights`, of `nnx.Param` in the place of arrays; scales and numbers that are not
-    trained are `nnx.Variable`. On CPUs and for kernels, a matrix may have its numbers in another order than a checkpoint
-    (`jaxvllm.models.forms`), which an optimizer that treats each number alike need not know. `tensors` has them in the
+    trained are `nnx.Variable`. A matrix may have its numbers in another order than a checkpoint, as kernels read them
+    (`jaxvllm.models.forms`). An optimizer that treats each number alike need not know that. `tensors` has them in the
     usual order.
     """
 
@@ -96,8 +96,8 @@ class EngineModule(nnx.Module):
     def compiler_options(self) -> dict[str, Any]:
         """The options with which an engine compiles: a trainer's program needs them for the same bits.
 
-        Give them to `jax.jit(..., compiler_options=module.compiler_options)`. Without them XLA adds up numbers in another
-        order on CPUs.
+        Give them to `jax.jit(..., compiler_options=module.compiler_options)`. Without them XLA adds up numbers in
+        another order on CPUs.
         """
         return dict(COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform, {}))
 
@@ -116,8 +116,8 @@ class EngineModule(nnx.Module):
         segment_ids  # bool: False for padding, on either side of a row. i32: the numbers of sequences that share a row,
         from 1 on, one after the other; 0 for padding. None: a row is one sequence. A token sees those of its own only
 
-        With one sequence in a row, each logit has the same bits as in the engine where its kernels give a token the same
-        bits in any batch, as on CPUs, in a program that has `compiler_options`. Padding has arbitrary logits.
+        With one sequence in a row, and `compiler_options` for the program, each logit has the same bits as in an engine
+        whose kernels give a token the same bits in any batch, as those for CPUs do. Padding has arbitrary logits.
         """
         if tokens.ndim not in (1, 2):
             raise ValueError(f"tokens must be [S] or [B, S], not {tokens.shape}")

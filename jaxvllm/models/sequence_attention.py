@@ -1,6 +1,6 @@
 """Attention of whole sequences that are side by side in an array, for training: without a cache, with derivatives."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Self
@@ -21,6 +21,7 @@ PAGE_SIZE = 16
 BLOCK_QUERIES = 512
 MASKED = -1e30  # finite, so that a query that sees nothing has no NaN in its derivatives
 
+type Attending = Callable[..., jax.Array]
 # The keys and values of the layers that others read, by the memory of the layer.
 type ReadLater = Mapping[str, tuple[jax.Array, jax.Array | None]]
 
@@ -36,8 +37,8 @@ class SequenceAttention:
 
     positions: jax.Array  # i32[B, S]; within a segment they go up by one
     segments: jax.Array  # i32[B, S]; 0 is padding
-    # The rows as kernels take them, which have pages 1, 2, and so on; the tokens i32[B * S], padding last; and the place
-    # of each token in this order. None: XLA attends.
+    # The rows as kernels take them, which have pages 1, 2, and so on; the tokens i32[B * S], padding last; and the
+    # place of each token in this order. None: XLA attends.
     rows: RaggedRows | None
     order: jax.Array | None
     places: jax.Array | None
@@ -99,8 +100,8 @@ class SequenceAttention:
         else:
             window = given.window
         # What is traced is an argument: the derivatives are made when the trace of a layer is over.
-        arguments = self, q, k, v, sinks, slopes, window
-        by_xla = partial(SequenceAttention._by_xla, **options)
+        arguments: tuple[Any, ...] = self, q, k, v, sinks, slopes, window
+        by_xla: Attending = partial(SequenceAttention._by_xla, **options)
         if self.rows is None:
             return by_xla(*arguments), kv
         return with_derivatives_of(partial(SequenceAttention._by_kernel, **options), by_xla)(*arguments), kv
@@ -136,7 +137,11 @@ class SequenceAttention:
             if slopes is not None:
                 of_heads = slopes.astype(jnp.float32).reshape(K, -1, 1, 1)
                 scores = scores - of_heads * behind.astype(jnp.float32)[:, None, None]
-            seen = (segments[:, :, None] == self.segments[:, None]) & (behind >= 0) & (behind < (known_window if window is None else window))
+            seen = (
+                (segments[:, :, None] == self.segments[:, None])
+                & (behind >= 0)
+                & (behind < (known_window if window is None else window))
+            )
             if memory.chunk is not None:
                 seen &= positions[:, :, None] // memory.chunk == self.positions[:, None] // memory.chunk
             scores = jnp.where(seen[:, None, None], scores, MASKED)

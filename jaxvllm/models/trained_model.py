@@ -6,9 +6,9 @@ from functools import cached_property
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.decoder import (
     begin_layers,
     embed_for_layers,
@@ -18,11 +18,10 @@ from jaxvllm.models.decoder import (
     project_logits,
     run_part,
 )
-from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.forms import PLAIN, Matrix
 from jaxvllm.models.forms.differentiable import Differentiable
 from jaxvllm.models.forms.plain import MATRIX
-from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.layer_input import no_recur
 from jaxvllm.models.params import Params, declare_layer, layer_stacks
@@ -145,7 +144,9 @@ def _differentiable(params: Params, spec: ModelSpec) -> Params:
     found: Any
     if isinstance(layers, list):
         decls = (declare_layer(spec, number) for number in range(len(layers)))
-        found = [{key: of(node, own[key]) for key, node in held.items()} for held, own in zip(layers, decls, strict=True)]
+        found = [
+            {key: of(node, own[key]) for key, node in held.items()} for held, own in zip(layers, decls, strict=True)
+        ]
     else:
         stacks = layer_stacks(spec)
         found = {key: of(node, stacks[key].decl) for key, node in layers.items()}

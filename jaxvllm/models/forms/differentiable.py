@@ -1,4 +1,4 @@
-"""The form of matrices that are trained: it multiplies as another form does, and has the derivatives of XLA's product."""
+"""The form of matrices that are trained: it multiplies as another form does, and has derivatives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ def with_derivatives_of(computed: Callable[..., Any], like: Callable[..., Any]) 
 class Differentiable(Form):
     """Multiplies by the arrays of `form`, in its way and to the same bits. Only the derivatives are XLA's.
 
-    Kernels have no derivatives. Those of the arrays have the order that the form gives a matrix: what a form fills up
-    with zeros has derivatives of zero. So an optimizer that treats each number alike may change the arrays where they
-    are. A matrix is that of one layer: none is chosen while the program runs.
+    Kernels have no derivatives. The derivatives of an array have the order that the form gives the numbers of a matrix,
+    and are zero for zeros that fill it up. So an optimizer that treats each number alike may change the arrays where
+    they are. A matrix is that of one layer, and none is chosen while the program runs.
     """
 
     form: Form

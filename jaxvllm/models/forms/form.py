@@ -80,7 +80,8 @@ class Form(ABC):
 
         Raises ValueError for a form that rounds: its integers have no derivatives.
         """
-        raise ValueError(f"{type(self).__name__} keeps a rounded matrix, which has no derivatives: leave quantization out")
+        name = type(self).__name__
+        raise ValueError(f"{name} keeps a rounded matrix, which has no derivatives: leave quantization out")
 
     @abstractmethod
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
