@@ -145,6 +145,20 @@ def test_bring_your_own_checkpoint() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
+def test_finetune() -> None:
+    # Not quickly: the engine that is served has the bits of its trainer, and it is as large as the quickstart's.
+    lines = run("finetune").splitlines()
+    assert any(
+        line.endswith("parameters are the engine's arrays") and line.split()[0] == line.split()[2] for line in lines
+    )
+    assert "largest difference of a log-probability: 0.0" in lines
+    first, last = (int(line.split()[0]) for line in lines if line.endswith("of 20 answers are right"))
+    assert first < 3 and last > 17
+    assert any(line.startswith("config.json") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernel_environment")
 def test_ladder() -> None:
     # All rungs are measured in `tests/bench/test_ladder_rungs.py`.
     two_rungs = {"requests=10": "requests=4", "chosen_rungs(NAMES)": "chosen_rungs(NAMES)[1::5]"}

@@ -90,6 +90,7 @@ class Engine:
         self.config = config
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory
+        self.spec = parts.spec
         self.vocab_size = parts.spec.vocab_size
         self._num_experts = num_experts(parts.spec)
         self.max_model_len = parts.max_model_len

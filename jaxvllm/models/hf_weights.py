@@ -86,10 +86,9 @@ class StoredWeights:
         If it `is_part` of the weights, arrays may be missing. One that is there must be there with all of its tensors.
         """
         prefix = _prefix(family, tensors) if prefix is None else prefix
-        prefixes = [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
-        layers = [family.layer_sources(spec, layer, start) for layer, start in enumerate(prefixes)]
+        prefixes = _layer_prefixes(family, spec, prefix)
+        outer, layers = named_sources(tensors, family, spec, prefix)
         scales = _kv_scales(tensors, spec, prefixes)
-        outer = outer_sources(spec, prefix, _names(family, tensors))
         weights = cls(tensors, outer, tuple({**own, **more} for own, more in zip(layers, scales, strict=True)))
         if is_part:
             weights = weights._only_given()
@@ -216,6 +215,23 @@ class StoredWeights:
                     f"{self.tensors.where(name)}: tensor {name} has a scale of {wrong[0]}: scales of keys and values "
                     "must be positive numbers"
                 )
+
+
+def named_sources(
+    tensors: Tensors, family: Family, spec: ModelSpec, prefix: str | None = None
+) -> tuple[dict[str, tuple[Source, ...]], list[Mapping[str, tuple[Source, ...]]]]:
+    """Returns the sources of the arrays outside the layers and of each layer, by the names that `tensors` have.
+
+    The names begin with `prefix`, which is told by them if it is None. Scales of keys and values are not among them.
+    """
+    prefix = _prefix(family, tensors) if prefix is None else prefix
+    starts = enumerate(_layer_prefixes(family, spec, prefix))
+    layers = [family.layer_sources(spec, layer, start) for layer, start in starts]
+    return outer_sources(spec, prefix, _names(family, tensors)), layers
+
+
+def _layer_prefixes(family: Family, spec: ModelSpec, prefix: str) -> list[str]:
+    return [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
 
 
 def _kv_scales(tensors: Tensors, spec: ModelSpec, prefixes: Sequence[str]) -> list[Mapping[str, tuple[Source, ...]]]:

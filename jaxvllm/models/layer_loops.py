@@ -4,7 +4,7 @@ A program of 28 layers took 82 s and 122 MiB to compile layer by layer, and 35 s
 busy machine).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, groupby
@@ -36,6 +36,14 @@ class LayerStep[Carry](Protocol):
 
     def __call__(
         self, carry: Carry, weights: Params, layer: Block, number: Scalar, window: Scalar, rope: Scalar, /
+    ) -> Carry: ...
+
+
+class OverLayers(Protocol):
+    """Applies `step` to `carry` for every layer, from the first to the last, and returns the result."""
+
+    def __call__[Carry](
+        self, step: LayerStep[Carry], carry: Carry, layers: list[Params] | Params, spec: ModelSpec, /
     ) -> Carry: ...
 
 
@@ -141,14 +149,14 @@ def known_windows(spec: ModelSpec) -> tuple[int | None, ...]:
     found: dict[int, int | None] = {}
     for loop in layer_loops(spec.layers):
         for numbers in map(loop.layers_of, range(len(loop.runs))):
-            window = _shared(spec, numbers)["window"]
+            window = shared_numbers(spec, numbers.flat)["window"]
             found |= dict.fromkeys(numbers.flat, window if isinstance(window, int) else None)
     return tuple(found[layer] for layer in range(spec.num_layers))
 
 
-def _shared(spec: ModelSpec, numbers: np.ndarray) -> dict[str, int | np.ndarray]:
+def shared_numbers(spec: ModelSpec, numbers: Iterable[int]) -> dict[str, int | np.ndarray]:
     """Returns window and rope of the layers with these numbers: an int where all share it, else i32[layers]."""
-    layers = [spec.layers[number] for number in numbers.flat]
+    layers = [spec.layers[number] for number in numbers]
     windows = [NO_WINDOW if layer.window is None else layer.window for layer in layers]
     every = {"window": windows, "rope": [spec.ropes.index(layer.rope) for layer in layers]}
     return {name: v[0] if len(set(v)) == 1 else np.asarray(v, np.int32) for name, v in every.items()}
@@ -203,7 +211,7 @@ class _Run:
 
     @cached_property
     def shared(self) -> dict[str, int | np.ndarray]:
-        return _shared(self.spec, self.numbers)
+        return shared_numbers(self.spec, self.numbers.flat)
 
     @cached_property
     def matrices(self) -> dict[str, tuple[Any, ...]]:

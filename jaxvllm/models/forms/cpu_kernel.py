@@ -73,6 +73,9 @@ class CpuKernel(OnCpu):
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         return {MATRIX: matrix}
 
+    def plain(self, arrays: Arrays) -> jax.Array:
+        return arrays[MATRIX]
+
     def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
         return [arrays[MATRIX] for arrays in matrices], None
 

@@ -75,6 +75,14 @@ class Form(ABC):
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         """Makes the arrays of a matrix that is on its devices. `shardings` are those of the arrays."""
 
+    def plain(self, arrays: Arrays) -> jax.Array:
+        """Returns the matrix [.., in] that these arrays hold exactly, in a function that may be differentiated.
+
+        Raises ValueError for a form that rounds: its integers have no derivatives.
+        """
+        name = type(self).__name__
+        raise ValueError(f"{name} keeps a rounded matrix, which has no derivatives: leave quantization out")
+
     @abstractmethod
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         """Multiplies x [T, in] by the matrix: [T, ..]. With `is_slice`, the arrays are slices of stacks of layers."""

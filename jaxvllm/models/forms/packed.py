@@ -63,6 +63,12 @@ class Packed(Form):
             pack_into(panels, rows, self.chip)
         return {PANELS: jax.device_put(panels, shardings.get(PANELS))}
 
+    def plain(self, arrays: Arrays) -> jax.Array:
+        rows = jnp.swapaxes(arrays[PANELS], -3, -2)
+        *others, panels, columns, blocks, depth = rows.shape
+        rows = rows.reshape(*others, panels * columns, blocks * depth)
+        return rows[..., : self._size, : self.shape[-1]].reshape(self.shape)
+
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return self.product_with_one(x, [arrays], 0, dtype)
 

@@ -33,6 +33,9 @@ class PaddedTable(Form):
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         return {ROWS: jax.jit(self._filled_up, out_shardings=shardings[ROWS])(matrix)}
 
+    def plain(self, arrays: Arrays) -> jax.Array:
+        return arrays[ROWS][..., : self.width]
+
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return xla_product(self._filled_up(x), arrays[ROWS], dtype, is_slice)
 

@@ -23,6 +23,9 @@ class Plain(Form):
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         return {MATRIX: matrix}
 
+    def plain(self, arrays: Arrays) -> jax.Array:
+        return arrays[MATRIX]
+
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         return xla_product(x, arrays[MATRIX], dtype, is_slice)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
@@ -45,6 +46,9 @@ class Turned(Form):
         for start in range(0, len(rows), width):
             turned[:, start : start + width] = rows[start : start + width].T
         return {TURNED: jax.device_put(turned.reshape(size, *out), shardings[TURNED])}
+
+    def plain(self, arrays: Arrays) -> jax.Array:
+        return jnp.moveaxis(arrays[TURNED], 0, -1)
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
         size, *out = arrays[TURNED].shape
