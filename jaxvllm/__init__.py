@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
+    from jaxvllm.core.lora import LoRARequest as LoRARequest
     from jaxvllm.core.pooling_params import PoolingParams as PoolingParams
     from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "jaxvllm.worker.async_llm",
     "LLM": "jaxvllm.engine.llm",
+    "LoRARequest": "jaxvllm.core.lora",
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
     "LogitsProcessor": "jaxvllm.runtime.logits_processors",
@@ -49,6 +51,7 @@ __all__ = [
     "LogitsProcessor",
     "TokensSoFar",
     "LLM",
+    "LoRARequest",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",

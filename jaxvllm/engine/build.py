@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.kv_events import KVEventLog
+from jaxvllm.core.lora import LoraAdapter, LoraSlots
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
@@ -33,9 +34,13 @@ from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.kv_transfer.versioned_connector import VersionedConnector
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.families import find_family
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.params import Params
+from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -81,6 +86,7 @@ class EngineParts:
     lockstep: Lockstep | None  # of replicas that share experts; None: each computes its steps alone
     connector: VersionedConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
+    read_adapter: Callable[[Path, str], LoraAdapter] | None  # of a directory, with its name; None: there is no room
     # Returns weights for every replica, of arrays by their names in a checkpoint, or of the directory of one. With
     # weights for every replica, the arrays are a part, and the others are these. Raises ValueError for arrays that the
     # model has not.
@@ -145,6 +151,8 @@ def build(
         else:
             logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
+    lora = _lora_arrays(config, resolved, forms)
+    served = spec if lora is None else lora.spec  # with room for adapters
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend, meshes[0].size)
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
@@ -176,13 +184,18 @@ def build(
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh)) is not None:
                 params[DRAFT] = draft
+            if lora is not None:
+                params[LORA] = lora.empty(mesh)
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
+    tells_experts = config.enable_return_routed_experts
+    sampling = SamplerOptions(
+        config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN", tells_experts
+    )
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.phase("memory"):
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
-        room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
+        room = _num_pages(config, served, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)
     shape = smallest.with_pages(num_pages)
 
@@ -203,7 +216,7 @@ def build(
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
         others = (leader, yields, sampling, programs.make, proposer, shared_reader)
-        return Runner(params, spec, shape, ladder, backend, mesh, *others)
+        return Runner(params, served, shape, ladder, backend, mesh, *others)
 
     with clock.phase("programs"):
         holders = _make_all(make_runner, replicas, meshes)
@@ -257,7 +270,13 @@ def build(
         )
         slots = SlotTable(seqs, resolved.max_model_len)
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
-        return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
+        lora_slots = LoraSlots(served.num_lora_slots)
+        return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store, lora_slots)
+
+    def read_adapter(directory: Path, name: str) -> LoraAdapter:
+        assert lora is not None, "there is no room for adapters"
+        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype)
+        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules))
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
@@ -272,6 +291,7 @@ def build(
         lockstep=lockstep,
         connector=connector,
         traffic=traffic,
+        read_adapter=None if lora is None else read_adapter,
         read_weights=read_weights,
         page_format=page_form,
         spec=spec,
@@ -360,6 +380,15 @@ def _load(
     return [params, *map(copied, meshes[1:])]
 
 
+def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -> LoraArrays | None:
+    """Makes room for adapters, if the user wants any."""
+    if not config.enable_lora:
+        return None
+    places = config.mesh_shape.model, resolved.layout, resolved.dtype
+    family = find_family(resolved.hf_config)
+    return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
+
+
 def bucket_ladder(
     config: EngineConfig,
     resolved: ResolvedConfig,
@@ -377,6 +406,7 @@ def bucket_ladder(
         width=1 if config.shares_experts else config.max_decode_burst,
         drafts=_draft_room(config, step_overhead(on_cpu=platform == "cpu"), proposer),
         begins_plain=begins_plain,
+        has_lora=config.enable_lora,
     )
 
 
@@ -403,7 +433,7 @@ def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) 
 
 def _num_pages(
     config: EngineConfig,
-    resolved: ResolvedConfig,
+    spec: ModelSpec,
     smallest: CacheShape,
     params: Params,
     largest: Bucket,
@@ -415,7 +445,7 @@ def _num_pages(
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    spread = Spread.on(resolved.spec, meshes[0])
+    spread = Spread.on(spec, meshes[0])
     devices = [device for mesh in meshes for device in mesh.local_devices]
 
     def pool_bytes(num_pages: int) -> int:
@@ -428,10 +458,10 @@ def _num_pages(
     if devices[0].platform == "cpu":
         room //= len(devices)  # they are all this host
     else:
-        pages = smallest.pages(resolved.spec, backend, meshes[0])
-        room -= compiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
-    room -= state_bytes(smallest.sizes(resolved.spec))
-    return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
+        pages = smallest.pages(spec, backend, meshes[0])
+        room -= compiler(params, pages, spec, smallest, backend, meshes[0]).compile(largest).step_bytes
+    room -= state_bytes(smallest.sizes(spec))
+    return pages_that_fit(room, pool_bytes, smallest.useful_pages(spec))
 
 
 def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Unpack
@@ -17,6 +18,8 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
+from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
+from jaxvllm.core.pause import PauseMode, PauseState
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
@@ -25,10 +28,12 @@ from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
+from jaxvllm.engine.engine_sleep import SLEEP_LEVELS, EngineSleep, SleepTag
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
+from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.new_weights import WeightSource, new_weights
 from jaxvllm.engine.output_processor import OutputProcessor
@@ -45,6 +50,7 @@ from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
 from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.experts import num_experts
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
@@ -95,6 +101,9 @@ class Engine:
         self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
         self.weight_version = WeightVersion()
+        self._loras = None
+        if parts.read_adapter is not None:
+            self._loras = LoraStore(parts.read_adapter, config.max_cpu_loras or config.max_loras)
         self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
         self._balancers: tuple[ExpertBalancer, ...] = ()
         if config.eplb is not None:
@@ -113,6 +122,8 @@ class Engine:
         self._rounds = None
         if parts.lockstep is not None:
             self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._balancers)
+        self._sleep = EngineSleep(self.replicas, self.holders, self._meters)
+        self._early: list[RequestOutput] = []  # outputs that the next step returns
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
@@ -139,7 +150,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return any(replica.has_work for replica in self.replicas)
+        """Whether `step` has something to do. While the engine is paused, requests may wait without such work."""
+        return bool(self._early) or any(replica.has_work for replica in self.replicas)
 
     def check(
         self,
@@ -162,7 +174,25 @@ class Engine:
         self._bad_words(request)
         self.check_fits(request)
         self._grammar(request)
+        self._adapter(request)
         return request
+
+    def load_adapter(self, request: LoRARequest) -> None:
+        """Reads an adapter into host memory, unless it is there. Raises ValueError for a wrong one, as `check` does."""
+        if self._loras is None:
+            raise ValueError("adapters need an engine that has room for them: set enable_lora")
+        self._loras.get(request)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter in host memory, if it is there. Requests that have it go on."""
+        if self._loras is not None:
+            self._loras.forget(number)
+
+    def _adapter(self, request: GenerationRequest) -> LoraAdapter | None:
+        """Returns the adapter of a request that was checked, if it has one. Raises ValueError for a wrong one."""
+        if request.lora_request is None or self._loras is None:
+            return None
+        return self._loras.get(request.lora_request)
 
     def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
         """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
@@ -215,8 +245,8 @@ class Engine:
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        bad_words = self._bad_words(request)
-        queued = [self._queued(sequence, grammar, bad_words) for sequence in sequences]
+        bad_words, adapter = self._bad_words(request), self._adapter(request)
+        queued = [self._queued(sequence, grammar, bad_words, adapter) for sequence in sequences]
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         try:
             self._queue(request, queued, self._router.choose(queued[0]))
@@ -242,8 +272,9 @@ class Engine:
         not computed. Raises RuntimeError after `close`.
         """
         self._ready()
+        early, self._early = self._early, []
         with self._reset_if_it_breaks_off():
-            return self._step()
+            return [*early, *self._step()]
 
     @contextmanager
     def _reset_if_it_breaks_off(self) -> Iterator[None]:
@@ -315,6 +346,8 @@ class Engine:
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = self.outputs.request(request_id)
+        if request.lora_request is not None:
+            raise NotImplementedError("requests with an adapter cannot move to another engine yet")
         open_ids = self.outputs.children(request_id)
         [replica] = [one for one in self.replicas if open_ids[0] in one.scheduler]
         left = {name: replica.scheduler.finish(name) for name in open_ids}
@@ -335,6 +368,8 @@ class Engine:
         Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
         """
         self._ready()
+        if self.sleeping:
+            raise ValueError("an engine that sleeps has no pages for a request that moves to it: call wake_up first")
         form = self._moving_format()
         if exported.model != self.weight_version.mark(form.fingerprint):
             raise ValueError(
@@ -349,7 +384,8 @@ class Engine:
         exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
         bad_words = self._bad_words(request)
         queued = [
-            self._queued(sequences[index], grammar, bad_words, state) for index, state in exported.sequences.items()
+            self._queued(sequences[index], grammar, bad_words, None, state)
+            for index, state in exported.sequences.items()
         ]
         scheduler = self._router.choose(queued[0])
         [replica] = [one for one in self.replicas if one.scheduler is scheduler]
@@ -366,6 +402,8 @@ class Engine:
 
     def _moving_format(self) -> PageFormat:
         """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
+        if self.config.enable_return_routed_experts:
+            raise NotImplementedError("the experts of tokens do not move with a request: leave the option out")
         if not self.weight_version.is_shared:
             raise NotImplementedError(
                 "requests of an engine whose weights were replaced cannot move to another one: update with a version, "
@@ -411,7 +449,16 @@ class Engine:
             num_expert_placements=sum(balancer.num_placements for balancer in self._balancers),
             mean_expert_load=round(sum(balancer.mean_load for balancer in self._balancers)),
             most_expert_load=round(sum(balancer.most_load for balancer in self._balancers)),
+            **({} if self._loras is None else self._adapter_stats()),
         )
+
+    def _adapter_stats(self) -> dict[str, Any]:
+        schedulers = [replica.scheduler for replica in self.replicas]
+        return {
+            "max_loras": self.config.max_loras,
+            "running_adapters": _names(one for scheduler in schedulers for one in scheduler.lora_slots.held.values()),
+            "waiting_adapters": _names(one.adapter for scheduler in schedulers for one in scheduler.queue),
+        }
 
     def expert_loads(self) -> dict[int, NDArray[np.int64]]:
         """Returns how many tokens have chosen each expert since the start, i64[experts], by the number of the layer.
@@ -422,8 +469,9 @@ class Engine:
         if not self._meters:
             raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
         self._ready()
-        for meter in self._meters:
-            meter.take()
+        if "kv_cache" not in self.sleeping:  # which has taken the loads with it
+            for meter in self._meters:
+                meter.take()
         for meter in self._meters:
             meter.read()
         total = np.sum([meter.total for meter in self._meters], axis=0)
@@ -452,8 +500,13 @@ class Engine:
 
     @property
     def weights(self) -> Params:
-        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
-        return self.holders[0].params
+        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays.
+
+        Raises ValueError while they sleep.
+        """
+        if "weights" in self.sleeping:
+            raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
+        return {name: value for name, value in self.holders[0].params.items() if name != LORA}
 
     def update_weights(
         self, source: WeightSource, version: str | None = None, kv: KVChange = "drop", partial: bool = False
@@ -506,6 +559,101 @@ class Engine:
                 self._connector.version = new_version
         return new_version.name
 
+    # Pauses, and memory that is given back.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests that come now wait until `resume`."""
+        return self._sleep.is_paused
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is paused, no step is under way, and everything about steps so far has been told."""
+        return self.is_paused and not self.has_work
+
+    @property
+    def sleeping(self) -> tuple[SleepTag, ...]:
+        """What is not on the devices, of `weights` and `kv_cache`."""
+        return self._sleep.sleeping
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops computing requests until `resume`; what comes meanwhile waits. Steps that were dispatched end.
+
+        abort: all requests end now, with the tokens that they have; the next `step` returns their outputs.
+        wait: requests that have begun are computed to their ends.
+        keep: all requests stay where they are, with their pages, and go on after `resume`.
+        A caller calls `step` while `has_work`, or `settle`; then the pause is complete. A second one replaces it.
+        """
+        self._ready()
+        state = PauseState.of(mode)
+        if mode == "abort":
+            self._early += filter(None, map(self.abort, self.outputs.request_ids))
+        self._sleep.pause(state)
+
+    def settle(self) -> None:
+        """Takes the steps after which a pause is complete. The next `step` returns the outputs of all of them.
+
+        An exception drops all requests, as one in a step does.
+        """
+        with self._reset_if_it_breaks_off():
+            while self.is_paused and any(replica.has_work for replica in self.replicas):
+                self._early += self._step()
+
+    def resume(self) -> None:
+        """Computes requests again. Raises ValueError while weights or pages are not on the devices."""
+        self._ready()
+        self._sleep.resume()
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages until `wake_up`. Cached prefixes are forgotten, and so is the KV of requests.
+
+        Requests that a pause has kept compute all their tokens again afterwards. Raises ValueError unless the engine is
+        paused and settled, and NotImplementedError where KV pages go elsewhere, too.
+        """
+        self._check_rest()
+        if self._connector is not None:
+            raise NotImplementedError(
+                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
+                "level 0, or leave kv_transfer_config out"
+            )
+        self.reset_prefix_cache(reset_running_requests=True)
+        self._sleep.release_kv()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives back memory of the devices until `wake_up`. The levels are vLLM's; the engine must be settled.
+
+        0: none. 1: that of KV pages, as `release_kv` does, and that of weights, which go to the host's memory; on CPUs
+        they are there already and stay. 2: both, and the weights are dropped: `update_weights` must bring others, and
+        arrays that a caller holds stay.
+        Raises ValueError unless the engine is paused and settled, and NotImplementedError as `release_kv` does, and
+        for level 2 where weights cannot be replaced.
+        """
+        self._check_rest()
+        if level not in SLEEP_LEVELS:
+            raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
+        if level == 2 and self.config.has_others:
+            raise NotImplementedError(
+                "sleep(level=2) needs update_weights, which an engine of several processes has not: use level 1"
+            )
+        if level:
+            self.release_kv()
+            self._sleep.release_weights(level)
+
+    def wake_up(self, tags: Iterable[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None). Returns whether nothing sleeps.
+
+        Nothing is compiled. Weights that were dropped are brought by `update_weights` alone. The engine stays paused.
+        """
+        self._ready()
+        return self._sleep.wake_up(tags)
+
+    def _check_rest(self) -> None:
+        self._ready()
+        if not self.is_paused or any(replica.has_work for replica in self.replicas):
+            raise ValueError(
+                "only an engine that is paused, and has ended its steps, gives memory back: pause it first"
+            )
+
     def use_pause(self) -> None:
         """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
 
@@ -556,9 +704,11 @@ class Engine:
         if self._rounds is not None:
             self._rounds.drop()
         self.outputs = self._make_outputs()
+        self._early.clear()
         self._router = self._make_router()
         for holder in self.holders:
-            holder.reset()
+            if holder.has_pages:
+                holder.reset()
         self._is_broken = False
 
     def _make_outputs(self) -> OutputProcessor:
@@ -581,12 +731,17 @@ class Engine:
         sequence: GenerationRequest,
         grammar: CompiledGrammar | None,
         bad_words: tuple[tuple[int, ...], ...],
+        adapter: LoraAdapter | None = None,
         state: SamplingState | None = None,
     ) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
 
-        All sequences of a caller's request share `grammar` and `bad_words`. `state`: where this one goes on.
+        All sequences of a caller's request share `grammar`, `bad_words` and `adapter`. `state`: where this one goes on.
         """
+        if self._loras is not None:
+            given = sequence.prompt.cache_salt
+            salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
+            sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search
@@ -602,7 +757,9 @@ class Engine:
             constraint=None if constraint is None else GuardedConstraint(constraint),
             bad_word_ids=bad_words,
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
+            adapter=adapter,
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
+            tells_experts=self.config.enable_return_routed_experts and beams is None and sequence.pooling is None,
         )
         if state is not None:
             state.restore(request)
@@ -612,3 +769,8 @@ class Engine:
             num_imported = len(request.output_token_ids) - request.num_unreported
             request.trail = Trail(cache.page_size, len(cache.groups), self.vocab_size, num_imported)
         return request
+
+
+def _names(adapters: Iterable[LoraAdapter | None]) -> tuple[str, ...]:
+    """Returns the names of adapters, each once."""
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

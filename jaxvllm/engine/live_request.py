@@ -1,6 +1,7 @@
 """The state of a caller's request while its tokens come: its completions, and what was told of them so far."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +49,22 @@ class LiveCompletion:
     wrong_param: str | None = None  # to blame for an error that ended it
     trail: Trail | None = None  # once it has ended, if it is to be explained
     weight_starts: WeightStarts = field(default_factory=list)  # the request's own, once it has had a token
+    routed: list[tuple[int, NDArray[Any]]] = field(default_factory=list)  # experts of tokens from a position on
 
     @property
     def num_new(self) -> int:
         """The number of tokens that no output has contained yet."""
         return len(self.token_ids) - self.num_shown
+
+    def routed_experts(self, num_prompt_tokens: int) -> NDArray[Any] | None:
+        """Returns the experts of all tokens but the last, [N, layers, k], as they were computed last."""
+        if not self.routed:
+            return None
+        known = max(start + len(part) for start, part in self.routed)
+        experts = np.zeros((known, *self.routed[0][1].shape[1:]), self.routed[0][1].dtype)
+        for start, part in self.routed:
+            experts[start : start + len(part)] = part
+        return experts[: num_prompt_tokens + len(self.token_ids) - 1]
 
     def read(self) -> StopMatch | None:
         """Brings the text up to date with the tokens, and returns the stop string that ended it, if one did."""

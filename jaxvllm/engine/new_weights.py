@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 
 
@@ -33,17 +34,22 @@ def new_weights(
 
     `source` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
     as the engine holds it. Arrays of such a tree that are in place already are used as they are. If it `is_part` of
-    the weights, what is not given stays. The drafts always do, but those that a tree has.
+    the weights, what is not given stays. Adapters always do, and drafts but those that a tree has.
     Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
     """
     given = source.tree() if isinstance(source, HoldsWeights) else source
     if isinstance(given, Path) and is_part:
         raise ValueError("partial is for arrays, and a directory has all weights: give the tensors of its files")
     if not isinstance(given, Path) and _is_tree(given):
-        return [jax.tree.map(_placed, _checked(given, params, is_part), params) for params in before]
-    models = [{name: value for name, value in params.items() if name != DRAFT} for params in before]
-    made = read(given, models if is_part else None)
+        trees = [_without(params, LORA) for params in before]
+        made = [jax.tree.map(_placed, _checked(given, tree, is_part), tree) for tree in trees]
+    else:
+        made = read(given, [_without(params, DRAFT, LORA) for params in before] if is_part else None)
     return [old | params for old, params in zip(before, made, strict=True)]
+
+
+def _without(params: Params, *names: str) -> Params:
+    return {name: value for name, value in params.items() if name not in names}
 
 
 def _is_tree(given: Mapping[str, Any]) -> bool:

@@ -87,6 +87,9 @@ class CompletionOutput:
     wrong_param: str | None = None  # the parameter to blame where an error of the caller ended it
     # Which weights sampled which of its tokens. Only at its end, and for what no beam search has found.
     weight_versions: list[WeightVersionSpan] | None = None
+    # [tokens - 1, layers with experts, k], at its end, with enable_return_routed_experts: the experts that each token
+    # of prompt and output but the last has chosen.
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -303,12 +303,14 @@ class Replica:
         self.is_due = False
         if self.traffic is not None:
             self.traffic.drop()
+        pause = self.scheduler.pause_state
         if self._publisher is None:
             self.scheduler = self._make_scheduler(None)
         else:
             self.scheduler = self._make_scheduler(self._publisher.log)
             self._publisher.log.cleared()
             self._publisher.flush()
+        self.scheduler.pause_state = pause
 
     def begin_version(self, version: WeightVersion, *, keeps_pages: bool) -> None:
         """Takes note that the next step has weights of another version. Prefixes are forgotten.

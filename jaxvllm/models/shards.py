@@ -16,6 +16,7 @@ from jaxvllm.models.experts import first_slots
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import MatrixKey
 from jaxvllm.models.forms.few_bits import Elements, FewBits
+from jaxvllm.models.large_pages import kept_zeros
 from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, first_layer, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, by_threads, spread_boxes, tiled
@@ -28,6 +29,8 @@ _PIECE = 1 << 19
 ShardingOf = Callable[[ParamDecl], NamedSharding]
 # Returns the function that fills the array of that name, of a layer or, with None, outside the layers.
 Weights = Callable[[str, int | None], Fill]
+# Makes zeros of a shape and a dtype.
+Zeros = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 # Returns what is stored of the elements of that matrix.
 StoredElements = Callable[[str, int | None], Elements]
 # Yields the array of that name, of a layer or, with None, outside the layers. It comes in one part or in several that
@@ -46,7 +49,7 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
         fill = spread_fill(spread, name, whole, layer, weights(name, layer))
         for part in _parts(whole, layout, layer):
-            yield _read(fill, whole, part, whole.dtype_in(dtype), sharding_of)
+            yield _read(fill, whole, part, whole.dtype_in(dtype), sharding_of, aligned_zeros)
 
     return parts
 
@@ -75,7 +78,7 @@ def read_stored(
         fills, decls = form.fills(whole, elements), form.declare(whole)
         for part in _parts(whole, layout, layer):
             arrays = {
-                key: _read(by_threads(fills[key], _PIECE), decl, part, decl.dtype_in(dtype), sharding_of)
+                key: _read(by_threads(fills[key], _PIECE), decl, part, decl.dtype_in(dtype), sharding_of, kept_zeros)
                 for key, decl in decls.items()
             }
             yield Matrix(form, arrays)
@@ -89,15 +92,20 @@ def spread_fill(spread: Spread, name: str, whole: ParamDecl, layer: int | None, 
     return tiled([Tile(box, stored, origin) for box, origin in boxes])
 
 
-def _read(fill: Fill, decl: ParamDecl, half: int | None, dtype: np.dtype, sharding_of: ShardingOf) -> jax.Array:
-    """Reads the array with this declaration, or one half along its first dimension, each device its own part."""
+def _read(
+    fill: Fill, decl: ParamDecl, half: int | None, dtype: np.dtype, sharding_of: ShardingOf, zeros: Zeros
+) -> jax.Array:
+    """Reads the array with this declaration, or one half along its first dimension, each device its own part.
+
+    `zeros` makes the memory, which an array on a CPU keeps.
+    """
     shape = decl.shape if half is None else (1, *decl.shape[1:])
     before = half or 0
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         box = Box.of_index(index, shape)
-        out = aligned_zeros(box.shape, dtype)
+        out = zeros(box.shape, dtype)
         fill(out, (box.start[0] + before, *box.start[1:]))
         return out
 

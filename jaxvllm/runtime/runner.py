@@ -14,11 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.adapter_fills import AdapterFills
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
@@ -34,19 +37,23 @@ from jaxvllm.runtime.multihost.calls import (
     ForkSlots,
     Forward,
     Mask,
+    ParkWeights,
     PlaceExperts,
     Read,
     ReadWeights,
     Recall,
     Recount,
+    ReleasePages,
     Reset,
     SampleRows,
     SampleSome,
     Step,
     TakeLoads,
+    UnparkWeights,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, PageCopier
+from jaxvllm.runtime.parked_params import are_dropped, are_parked, parked, restored
 from jaxvllm.runtime.plan_runner import PlanRunner, StepResult
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.proposers import Proposer
@@ -116,7 +123,8 @@ class Runner(PlanRunner):
         self._replica_devices = mesh.size // self.num_replicas
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self.overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
-        self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
+        self._is_on_host = mesh.devices.flat[0].platform == "cpu"
+        self._pages_grow = self._is_on_host and not backend.interpret
         self._new_pages: Callable[[], KVCachePages] = (
             (lambda: jax.tree.map(partial(untouched, mesh=mesh), pages))
             if self._pages_grow
@@ -154,6 +162,7 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
+        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -257,6 +266,46 @@ class Runner(PlanRunner):
         if self._trouble is not None:
             raise self._trouble
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices."""
+        return not are_parked(self._params)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the devices have pages and state. While they have none, no step may be dispatched."""
+        return self._kv_pages is not None
+
+    def release_pages(self) -> None:
+        """Frees pages and state after all steps that were dispatched. `reset` makes new ones."""
+        self.call(ReleasePages())
+
+    def park_weights(self) -> None:
+        """Moves the weights to the host's memory, where those of CPUs are already."""
+        self.call(ParkWeights())
+
+    def unpark_weights(self) -> None:
+        """Brings the weights back to the devices with the same bits, unless they are there, or were dropped."""
+        self.call(UnparkWeights())
+
+    def drop_weights(self) -> None:
+        """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
+
+        What belongs to a draft model or to adapters stays as well, because nothing replaces it.
+
+        Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
+        """
+        if self._leader is not None:
+            raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
+        others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
+        own = {name: value for name, value in self._params.items() if name not in others}
+        self._params = parked(own, keeps=False) | others
+
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapter_fills is not None, "there is no room for adapters"
+        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
+        self._params = self._params | {LORA: filled}
+
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
         assert self.expert_slots is not None, "experts stay where they were loaded"
@@ -339,6 +388,14 @@ class Runner(PlanRunner):
                 self._params = self.expert_slots.moved(self._params, layer, wanted)
             case ReadWeights():
                 self._trouble = self._take_weights(call.directory)
+            case ReleasePages():
+                self._kv_pages = self._state = self._forwarded = self._loads = None  # type: ignore[assignment]
+            case ParkWeights():
+                if not self._is_on_host and self.has_weights:
+                    self._params = parked(self._params, keeps=True)
+            case UnparkWeights():
+                if not self.has_weights and not are_dropped(self._params):
+                    self._params = restored(self._params)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()

@@ -1,6 +1,8 @@
 """Endpoints that are there with --dev-endpoints alone."""
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,77 @@ def test_what_is_no_directory_is_refused(server, path, body, param, message):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), response.text
     assert message in error["message"]
+
+
+LONG: dict[str, Any] = dict(prompt="A bear sat by the river. ", max_tokens=450, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def frozen(server: Any) -> Iterator[Callable[[], None]]:
+    """Freezes what runs at once. To make an application, as an endpoint needs here, may take longer than an answer."""
+    yield partial(server.portal.call, server.llm.pause, "keep")
+    server.portal.call(server.llm.wake_up)
+
+
+def test_pauses_are_off_by_default(server):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory"):
+        assert server.client.post(path).status_code == 404
+    assert server.client.get("/is_paused").status_code == 404
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert server.ask(DEVELOPMENT, "/sleep", headers={"origin": "http://page.example"}).status_code == 403
+
+
+def test_kept_streams_go_on(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        frozen()
+        assert server.ask(DEVELOPMENT, "/pause?mode=keep").json() == {"status": "paused"}
+        assert any("owned" in pool.states for pool in server.portal.call(server.llm.pages))
+        assert server.ask(DEVELOPMENT, "/is_sleeping", "GET").json() == {"is_sleeping": True}
+        assert server.ask(DEVELOPMENT, "/release_kv_cache_memory").json() == {"status": "kv_cache_released"}
+        refused = server.ask(DEVELOPMENT, "/resume")
+        assert (refused.status_code, "call wake_up" in refused.text) == (409, True)
+        assert server.ask(DEVELOPMENT, "/wake_up?tags=kv_cache").json() == {"status": "awake", "tags": ["kv_cache"]}
+        text += lines
+    assert joined(text) == expected
+    assert server.ask(DEVELOPMENT, "/is_paused", "GET").json() == {"is_paused": False}
+
+
+def test_an_aborted_answer_says_so_and_others_wait(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    events = []
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        events.append(next(lines))
+        frozen()
+        assert server.ask(DEVELOPMENT, "/sleep?level=1").json() == {"status": "sleeping", "level": 1}
+        events += lines
+    last = [json.loads(line[6:]) for line in events if line.startswith("data: {")][-1]["choices"][0]
+    assert last["finish_reason"] == "abort"
+    assert expected.startswith(joined(events))
+
+    async def wake() -> Any:
+        # It comes while the engine sleeps, and is computed when it is awake.
+        stream = await server.llm.submit(LONG["prompt"])
+        assert server.llm.num_requests == 1
+        assert await server.llm.wake_up(["scheduling"]) is False
+        assert await server.llm.wake_up() is True
+        return [output async for output in stream][-1]
+
+    assert server.portal.call(wake).finished
+    assert server.ask(DEVELOPMENT, "/wake_up?tags=other").status_code == 400
+    assert server.ask(DEVELOPMENT, "/sleep?level=3").status_code == 400
+
+
+def test_a_pause_waits_for_answers(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        frozen()
+        assert server.ask(DEVELOPMENT, "/pause?mode=wait").json() == {"status": "paused"}
+        text += lines
+        assert joined(text) == expected
+    assert server.ask(DEVELOPMENT, "/resume").status_code == 200

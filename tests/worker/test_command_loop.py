@@ -20,7 +20,19 @@ from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.weight_version import WeightVersionSpan
-from jaxvllm.engine.commands import ResetPrefixCache, ShowExpertLoads, ShowPages, ShowWeightVersions, UpdateWeights
+from jaxvllm.engine.commands import (
+    EngineRest,
+    PutToSleep,
+    ReleaseKV,
+    ResetPrefixCache,
+    SetPause,
+    ShowExpertLoads,
+    ShowPages,
+    ShowRest,
+    ShowWeightVersions,
+    UpdateWeights,
+    WakeUp,
+)
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -350,6 +362,12 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)
         wire.Ask(4, ResetPrefixCache(False, True)),
         wire.Ask(5, UpdateWeights("there", "seven", "keep")),
         wire.Ask(5, ShowWeightVersions()),
+        wire.Ask(6, SetPause("keep")),
+        wire.Ask(6, SetPause(None)),
+        wire.Ask(7, PutToSleep(2)),
+        wire.Ask(7, ReleaseKV()),
+        wire.Ask(8, WakeUp(("weights",))),
+        wire.Ask(9, ShowRest()),
         wire.Stop(),
         wire.Accepted(7),
         wire.FollowerEnded(),
@@ -368,6 +386,13 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)
 def test_every_message_arrives_as_it_was_sent(message: wire.Command | wire.Report) -> None:
     decode = wire.decode_command if isinstance(message, wire.Command.__value__) else wire.decode_report
     assert decode(wire.encode(message)) == message
+
+
+def test_several_engines_are_paused_when_all_are_and_asleep_when_one_is() -> None:
+    rests = [EngineRest(True, False, ("weights",)), EngineRest(True, True, ("weights", "kv_cache"))]
+    assert ShowRest().joined(rests) == EngineRest(True, False, ("weights", "kv_cache"))
+    answer = wire.CommandAnswer.of(3, rests[0])
+    assert msgspec.msgpack.decode(answer.answer, type=ShowRest.answers) == rests[0]
 
 
 def test_loads_of_experts_arrive_and_those_of_several_engines_are_added() -> None:

@@ -139,6 +139,21 @@ class Reset:
 
 
 @dataclass(frozen=True)
+class ReleasePages:
+    """Frees pages and state, until a `Reset`."""
+
+
+@dataclass(frozen=True)
+class ParkWeights:
+    """Moves the weights to the host's memory, until `UnparkWeights`."""
+
+
+@dataclass(frozen=True)
+class UnparkWeights:
+    """Brings the weights back to the devices."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Frees the device's memory. No call follows."""
 
@@ -165,6 +180,9 @@ type Call = (
     | PlaceExperts
     | ReadWeights
     | Reset
+    | ReleasePages
+    | ParkWeights
+    | UnparkWeights
     | Close
 )
 type Message = Call | Abandon
@@ -192,6 +210,9 @@ _KINDS: tuple[type[Message], ...] = (
     TakeLoads,
     PlaceExperts,
     ReadWeights,
+    ReleasePages,
+    ParkWeights,
+    UnparkWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
@@ -204,6 +225,7 @@ def to_bytes(message: Message) -> bytes:
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
     sizes: tuple[int, ...] = (0,) * 7
     if bucket is not None:
+        assert not bucket.is_adapted, "there are no adapters where several processes have devices"
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind, bucket.is_plain)
     shape = words.shape if words.ndim == 2 else (0, 0)

@@ -57,6 +57,9 @@ class ProgramMaker(Protocol):
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""
 
+    def choices(self, count: int) -> Any:
+        """Returns the shape of the experts that so many tokens have chosen."""
+
     def unsampled(self, num_rows: int) -> Unsampled:
         """Returns the shapes of what a forward pass leaves of so many rows."""
 
