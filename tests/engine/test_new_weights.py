@@ -301,6 +301,20 @@ def test_a_wrong_part_replaces_nothing(
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]
 
 
+def test_weights_that_sleep_come_back_whole(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
+    llm.update_weights(FIXTURE.weights())
+    tree = llm.weights
+    llm.sleep(level=2)
+    with pytest.raises(ValueError, match="a part needs the weights beside it"):
+        llm.update_weights({HEAD: OTHER.weights()[HEAD]}, partial=True)
+    for source, seed in ((OTHER.weights(), OTHER.seed), (tree, FIXTURE.seed)):
+        llm.update_weights(source)
+        llm.wake_up()
+        assert greedy_tokens(llm, PROMPTS) == expected[seed]
+        if source is not tree:
+            llm.sleep(level=2)
+
+
 def test_two_hundred_updates_leave_nothing_behind_and_compile_nothing(
     llm: LLM, compilations: Callable[[], AbstractContextManager[Compilations]]
 ) -> None:
