@@ -536,6 +536,8 @@ class Engine:
         self._ready()
         new_version = self.weight_version.after(version)
         check_kv_change(kv)
+        if partial and "weights" in self.sleeping:
+            raise ValueError("a part needs the weights beside it, and they sleep: call wake_up first, or give all")
         if kv == "keep" and self._has_kv_scales:
             raise NotImplementedError("keys and values have scales among the weights here, so they go with these: drop")
         if self.config.has_others:
@@ -634,7 +636,7 @@ class Engine:
             raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
         if level == 2 and self.config.has_others:
             raise NotImplementedError(
-                "sleep(level=2) needs update_weights, which an engine of several processes has not: use level 1"
+                "sleep(level=2) drops the weights of one process, and this engine has several: use level 1"
             )
         if level:
             self.release_kv()

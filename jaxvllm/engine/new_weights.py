@@ -11,6 +11,7 @@ from jaxvllm.models.forms import Matrix
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
+from jaxvllm.runtime.parked_params import ParkedArray
 
 
 @runtime_checkable
@@ -74,7 +75,7 @@ def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
             for name, old in items.items()
         }
         return checked if isinstance(like, dict) else [*checked.values()]
-    if isinstance(like, jax.Array):
+    if isinstance(like, jax.Array | ParkedArray):
         array = given.get_value() if hasattr(given, "get_value") else given
         if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (like.shape, like.dtype):
             kind = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
@@ -90,9 +91,9 @@ def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
     return Matrix(like.form, _checked(arrays, like.arrays, False, place))
 
 
-def _placed(array: Any, old: jax.Array) -> Any:
-    """Returns an array where `old` is: itself, if it is there already."""
-    if isinstance(array, jax.Array) and array.sharding == old.sharding:
+def _placed(array: Any, old: jax.Array | ParkedArray) -> Any:
+    """Returns an array where `old` is, or would be if it did not sleep: itself, if it is there already."""
+    if array is old or (isinstance(array, jax.Array) and array.sharding == old.sharding):
         return array
     # On CPUs jax may use the memory of an array of NumPy's as its own, and a trainer may write to that again.
     return jax.device_put(array.copy() if isinstance(array, np.ndarray) else array, old.sharding)

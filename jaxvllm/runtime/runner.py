@@ -412,7 +412,7 @@ class Runner(PlanRunner):
             read = self._read_weights(directory)
         except ValueError as error:
             return error
-        self._params = read | ({DRAFT: self._params[DRAFT]} if DRAFT in self._params else {})
+        self._params = self._params | read
         if self.expert_slots is not None:
             self.expert_slots.begin()
         return None

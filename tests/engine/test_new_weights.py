@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxvllm import LLM
 from jaxvllm.core.sampling_params import RequestOutputKind
+from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.models.forms import Matrix
 from tests.conftest import Compilations
@@ -201,10 +202,30 @@ def test_requests_go_on_with_the_keys_and_values_that_they_have(
     running(llm, "kept", LONG[0])
     llm.update_weights(FIXTURE.weights(), "fourth", kv="keep")
     kept = completed(llm)["kept"]
-    [output] = llm.generate(LONG, GREEDY, use_tqdm=False)
-    assert output.num_cached_tokens == 0
-    assert versions(kept)[0][0] == "third" and versions(kept)[1][0] == "fourth"
+    assert [version for version, _, _ in versions(kept)] == ["third", "fourth"]
+    # The second one would go on from a page that the request has filled since.
+    for prompt, num_cached in ((LONG[0], 0), ([*LONG[0], *kept.token_ids], len(LONG[0]))):
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert output.num_cached_tokens == num_cached
     assert_idle(llm)
+
+
+def test_a_row_that_waits_for_a_mask_is_sampled_by_the_weights_that_computed_it(tiny_checkpoint: Path) -> None:
+    """Its step is two programs, and an update may come between them."""
+    form = StructuredOutputsParams(regex="[a-z ]{40}")
+    params = replace(GREEDY, structured_outputs=form, logprobs=0)  # with these nothing is guessed without the mask
+    with one_program(), tiny_llm(tiny_checkpoint) as llm:
+        [expected] = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+        running(llm, "masked", PROMPTS[1], structured_outputs=form, logprobs=0)
+        [replica] = llm.engine.replicas
+        replica.dispatch(llm.engine.outputs)
+        assert replica._held is not None
+        head = load_file(tiny_checkpoint / "model.safetensors")[HEAD]
+        llm.update_weights({HEAD: -head}, "turned", kv="keep", partial=True)
+        output = completed(llm)["masked"]
+        [(_, _, split), _] = versions(output)
+        assert output.token_ids[:split] == expected.outputs[0].token_ids[:split]
+        assert output.token_ids != expected.outputs[0].token_ids
 
 
 def test_a_part_of_the_weights(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
@@ -278,6 +299,20 @@ def test_a_wrong_part_replaces_nothing(
             llm.update_weights(OTHER.weights(), **wrong)
     assert llm.weight_version == "right"
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]
+
+
+def test_weights_that_sleep_come_back_whole(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
+    llm.update_weights(FIXTURE.weights())
+    tree = llm.weights
+    llm.sleep(level=2)
+    with pytest.raises(ValueError, match="a part needs the weights beside it"):
+        llm.update_weights({HEAD: OTHER.weights()[HEAD]}, partial=True)
+    for source, seed in ((OTHER.weights(), OTHER.seed), (tree, FIXTURE.seed)):
+        llm.update_weights(source)
+        llm.wake_up()
+        assert greedy_tokens(llm, PROMPTS) == expected[seed]
+        if source is not tree:
+            llm.sleep(level=2)
 
 
 def test_two_hundred_updates_leave_nothing_behind_and_compile_nothing(

@@ -49,6 +49,9 @@ def test_text_comes_on_request_and_streams_have_the_same(server: Server, prompt:
     content = [one for part in parts for one in part["logprobs"]["content"]]
     assert content == whole["logprobs"]["content"]
     assert parts[-1]["finish_reason"] == "length"
+    [span] = whole["weight_versions"]
+    assert (span["start"], span["end"]) == (0, 12) and parts[-1]["weight_versions"] == [span]
+    assert not any("weight_versions" in part and part["weight_versions"] for part in parts[:-1])
     assert last["usage"]["completion_tokens"] == 12
 
 

@@ -1,6 +1,7 @@
 """The bodies of `/inference/v1/generate`, vLLM's endpoint of tokens in and tokens out."""
 
 from base64 import b64encode
+from dataclasses import asdict
 from io import BytesIO
 from typing import Annotated, Any, Literal
 
@@ -99,6 +100,14 @@ class GenerateLogprobs(Reply):
     content: list[GenerateTokenLogprob]
 
 
+class GenerateVersionSpan(Reply):
+    """The tokens from `start` to before `end` were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
 class GenerateChoice(Reply):
     """One completion. The token that ends it is the last of its tokens."""
 
@@ -111,6 +120,7 @@ class GenerateChoice(Reply):
     # The experts that each token but the last has chosen, with --enable-return-routed-experts: base64 of a .npy file
     # with [tokens - 1, layers with experts, experts of a token]. A stream has it at the end of the choice.
     routed_experts: str | None = None
+    weight_versions: list[GenerateVersionSpan] | None = None  # of all its tokens; a stream has them at its end
 
 
 class GenerateResponse(Reply):
@@ -135,7 +145,7 @@ def generate_choice(completion: CompletionOutput, body: GenerateRequest) -> dict
         logprobs = chat_logprobs(completion, count, as_ids=False)
     else:
         text, logprobs = {}, token_id_logprobs(completion, count)
-    experts = completion.routed_experts
+    experts, versions = completion.routed_experts, completion.weight_versions
     return text | {
         "index": completion.index,
         "logprobs": logprobs,
@@ -143,6 +153,7 @@ def generate_choice(completion: CompletionOutput, body: GenerateRequest) -> dict
         "stop_reason": completion.stop_reason,
         "token_ids": completion.token_ids,
         "routed_experts": None if experts is None else write_npy(experts),
+        "weight_versions": None if versions is None else [asdict(span) for span in versions],
     }
 
 
