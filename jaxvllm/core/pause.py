@@ -1,4 +1,4 @@
-"""How far a scheduler is paused, and what of an engine sleeps. The modes, states and tags are vLLM's."""
+"""Says how far a scheduler is paused, and what of an engine sleeps. The modes, states and tags are vLLM's."""
 
 from enum import Enum, auto
 from typing import Literal

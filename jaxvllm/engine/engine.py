@@ -576,7 +576,7 @@ class Engine:
 
     @property
     def sleeping(self) -> tuple[SleepTag, ...]:
-        """What is not on the devices, of `weights` and `kv_cache`."""
+        """The tags of what is not on the devices: `weights`, `kv_cache`, or both."""
         return self._sleep.sleeping
 
     def pause(self, mode: PauseMode = "abort") -> None:

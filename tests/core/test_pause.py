@@ -94,6 +94,10 @@ class PausedScheduler(RuleBasedStateMachine):
         self.scheduler.pause_state = PauseState.UNPAUSED
 
     @rule()
+    def preempt(self) -> None:
+        self.scheduler.preempt_all()
+
+    @rule()
     def settle(self) -> None:
         """What a caller of `pause` waits for: it comes, and no request that has begun waits under `wait`."""
         if self.scheduler.pause_state is PauseState.UNPAUSED:
@@ -130,6 +134,23 @@ class PausedScheduler(RuleBasedStateMachine):
 
 TestPausedScheduler = PausedScheduler.TestCase
 TestPausedScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_new_requests_wait_and_those_that_were_preempted_do_not() -> None:
+    machine = PausedScheduler()
+    machine.submit([1, 2], 3, 1, False)
+    machine.step(1)
+    machine.pause("keep")
+    machine.settle()
+    machine.preempt()
+    machine.pause("wait")
+    machine.submit([3], 3, 0, False)  # before the other one, by its priority
+    machine.settle()
+    machine.agrees()
+    assert machine.ends.keys() == {"r0"}
+    machine.resume()
+    machine.agrees()
+    machine.teardown()
 
 
 def test_a_mode_that_does_not_exist() -> None:

@@ -62,12 +62,12 @@ def test_each_token_is_told_once_with_the_experts_that_were_counted(telling: LLM
 
 
 def test_they_are_the_same_whether_a_token_was_sampled_or_given(telling: LLM) -> None:
-    prompt = FIXTURE.prompts[1]
+    prompt = max(FIXTURE.prompts, key=len)[:20]  # more than a page, which the others would find in the cache
     [sampled] = experts_of(telling, [prompt], SHORT)
     [output] = telling.generate([prompt], SHORT, use_tqdm=False)
     whole = [*prompt, *output.outputs[0].token_ids]
-    given = experts_of(telling, [whole[:count] for count in range(1, len(whole))], replace(SHORT, max_tokens=1))
-    for count, experts in enumerate(given, 1):
+    given = experts_of(telling, [whole[:count] for count in range(1, len(whole), 6)], replace(SHORT, max_tokens=1))
+    for count, experts in zip(range(1, len(whole), 6), given, strict=True):
         np.testing.assert_array_equal(experts, sampled[:count])
 
 
