@@ -17,7 +17,7 @@ _HALVES = {Kind.Q4_K: ((0, 2e-4), (2, 1e-3)), Kind.Q6_K: ((208, 2e-5),)}
 
 def write_gguf(path: Path, config: dict[str, Any]) -> None:
     """Writes the `random_weights` of `config`: matrices in the dtype that it states, norms and routers in float32."""
-    writer = _writer(path, config)
+    writer = gguf_writer(path, config)
     names = _names(config)
     experts: list[np.ndarray] = []
     for name, tensor in random_weights(config):
@@ -38,28 +38,33 @@ def write_gguf(path: Path, config: dict[str, Any]) -> None:
 def write_q4_k_m(path: Path, config: dict[str, Any]) -> None:
     """Writes random weights, in the types that llama.cpp's Q4_K_M gives them, and a vocabulary of byte-level BPE.
 
-    Q4_K_M has the embedding, and the values and the down projections of half of the layers, in Q6_K. The model has no
-    experts.
+    The model has no experts.
     """
-    layers = config["num_hidden_layers"]
-    writer = _writer(path, config)
+    writer = gguf_writer(path, config)
     writer.add_file_type(15)
-    names = _names(config)
     random = np.random.default_rng(0)
+    for name, shape, kind in q4_k_m_tensors(config):
+        data = np.ones(shape, np.float32) if kind == Kind.F32 else _blocks(random, shape, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    _write(writer)
+
+
+def q4_k_m_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Kind]]:
+    """Yields the name in a file, the shape and the type of each tensor.
+
+    Q4_K_M has the embedding, and the values and the down projections of half of the layers, in Q6_K.
+    """
+    layers, names = config["num_hidden_layers"], _names(config)
     for name, shape in weight_shapes(config).items():
-        if len(shape) == 1:
-            writer.add_tensor(names(name), np.ones(shape, np.float32))
-            continue
         layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0
         is_large = name.endswith(("v_proj.weight", "down_proj.weight")) and (
             layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
         )
         kind = Kind.Q6_K if is_large or name == "model.embed_tokens.weight" else Kind.Q4_K
-        writer.add_tensor(names(name), _blocks(random, shape, kind), raw_dtype=kind)
-    _write(writer)
+        yield names(name), shape, Kind.F32 if len(shape) == 1 else kind
 
 
-def _writer(path: Path, config: dict[str, Any]) -> gguf.GGUFWriter:
+def gguf_writer(path: Path, config: dict[str, Any]) -> gguf.GGUFWriter:
     """Returns the writer of a file that has its metadata and vocabulary, and no tensors yet."""
     writer = gguf.GGUFWriter(path, _architecture(config))
     writer.add_block_count(config["num_hidden_layers"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
     from jaxvllm.core.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from jaxvllm.core.weight_version import WeightVersionSpan as WeightVersionSpan
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
@@ -43,6 +44,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "jaxvllm.engine.outputs",
     "RequestOutput": "jaxvllm.engine.outputs",
     "CompletionOutput": "jaxvllm.engine.outputs",
+    "WeightVersionSpan": "jaxvllm.core.weight_version",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "WeightVersionSpan",
     "follow",
 ]
 

@@ -77,6 +77,9 @@ class EngineConfig:
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
     count_expert_loads: bool = False  # count how many tokens choose each expert, which enable_eplb does anyhow
+    # Completions say which experts each of their tokens has chosen. Each decode step is one program then, and no prefix
+    # is read from the cache.
+    enable_return_routed_experts: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; auto: that of --dtype, unless a checkpoint says another
     enable_lora: bool = False  # requests may name adapters, see docs/lora.md
     max_loras: Loras = 1  # adapters that the devices have room for at once, and a step may use

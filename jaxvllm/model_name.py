@@ -96,22 +96,60 @@ def resolve(model: str) -> Path:
     """
     if (directory := local_directory(model)) is not None:
         return directory
-    from huggingface_hub import snapshot_download
-
     match = _HUB_NAME.fullmatch(model)
     assert match is not None, model
-    name, kind = match["name"], match["kind"]
-    patterns = HUB_FILES if kind is None else hub_patterns(kind)
-    try:
-        directory = Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=[f"*{_BESIDE}*"]))
     # Anything may go wrong on a network, and each kind has its own exception.
+    try:
+        directory = _snapshot(match)
     except Exception as error:
         raise ValueError(
             f"model {model!r} is not a directory, and could not be downloaded "
             f"({type(error).__name__}: {error}): give a local directory"
         ) from error
-    if kind is None:
-        return directory
+    return directory if match["kind"] is None else _gguf_of_hub(directory, match["name"], match["kind"])
+
+
+def local_gguf(model: str) -> Path | None:
+    """Returns the GGUF file that `model` names, of those that are on this machine, or None if it names something else.
+
+    It is a file, DIR:Q4_K_M, a directory of one such file, or owner/name:Q4_K_M of the hub, which nothing is downloaded
+    from. Raises ValueError when a directory has several such files, and for a file of the hub that is not here.
+    """
+    path, start = Path(model).expanduser(), model.rpartition(":")[0]
+    if model in SHIPPED:
+        return None
+    if path.is_dir() or is_gguf(path) or (start and Path(start).expanduser().is_dir()):
+        found = local_directory(model)
+        return found if found is not None and is_gguf(found) else None
+    match = _HUB_NAME.fullmatch(model)
+    if match is None or match["kind"] is None:
+        return None
+    try:
+        directory = _snapshot(match, is_local=True)
+    except OSError as error:
+        raise ValueError(
+            f"model {model!r} is a file of the hub that is not here, and nothing is downloaded: download it before, or "
+            f"give a {SUFFIX} file"
+        ) from error
+    return _gguf_of_hub(directory, match["name"], match["kind"])
+
+
+def _snapshot(name: re.Match[str], is_local: bool = False) -> Path:
+    """Returns the directory of a repository of the hub, downloaded unless it `is_local`: then OSError if it is not."""
+    from huggingface_hub import snapshot_download
+
+    patterns = HUB_FILES if name["kind"] is None else hub_patterns(name["kind"])
+    return Path(
+        snapshot_download(
+            name["name"],
+            allow_patterns=list(patterns),
+            ignore_patterns=[f"*{_BESIDE}*"],
+            local_files_only=is_local,
+        )
+    )
+
+
+def _gguf_of_hub(directory: Path, name: str, kind: str) -> Path:
     if not _of_kind(_first_files(directory), kind):
         raise ValueError(
             f"{name} on the hub has no {SUFFIX} file of the kind {', '.join(_spellings(kind))}: give the kind as the "

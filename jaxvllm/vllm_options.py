@@ -305,7 +305,6 @@ OPTIONS: Mapping[str, Option] = {
         Refused("this server chooses among its own replicas", "nothing"),
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    "enable_return_routed_experts": Refused("loads of experts are told, and not the choices of each token", "nothing"),
     "lora_dtype": Refused("adapters have the dtype of the model", neutral=("auto",)),
     "lora_target_modules": Refused("the file of an adapter says what it changes", "values"),
     **_each(
@@ -321,12 +320,10 @@ OPTIONS: Mapping[str, Option] = {
     "enable_mm_embeds": Refused("prompts are text or token ids", "nothing"),
     "mm_encoder_only": Refused(f"{_TEXT_ONLY}", "nothing"),
     "disable_sliding_window": Refused("a window is what the model was trained with", "nothing"),
-    **_each(
-        Refused("weights stay where they are while the server runs", "nothing"),
-        "enable_sleep_mode sleep_mode_offload_cudagraph",
-    ),
-    "sleep_mode_backend": Unneeded("weights stay where they are while the server runs"),
-    "sleep_preserve_parameter_names": Unneeded("weights stay where they are while the server runs", "values"),
+    "enable_sleep_mode": Unneeded("every engine can sleep, and --dev-endpoints adds the endpoints", "nothing"),
+    "sleep_mode_offload_cudagraph": Refused("compiled programs stay on the devices", "nothing"),
+    "sleep_mode_backend": Unneeded("there is one way to sleep"),
+    "sleep_preserve_parameter_names": Unneeded("a sleep keeps all weights or none", "values"),
     "weight_transfer_config": Refused(
         "weights stay as they were loaded while the server runs", neutral=("none", "null")
     ),
@@ -351,9 +348,10 @@ OPTIONS: Mapping[str, Option] = {
     "enable_ssl_refresh": Refused("start the server again when its certificate changes", "nothing"),
     **_each(
         Refused("there is no such feature", "nothing"),
-        "enable_trace_replay return_sampling_mask grpc tokens_only enable_scale_out trust_request_chat_template "
+        "enable_trace_replay return_sampling_mask grpc tokens_only trust_request_chat_template "
         "exclude_tools_when_tool_choice_none",
     ),
+    "enable_scale_out": Unneeded("every server has /inference/v1/generate", "nothing"),
     # The members of a JSON object, which dotted flags name too.
     "structured_outputs_config.backend": Unneeded("one library compiles all forms"),
     "guided_decoding_backend": Unneeded("one library compiles all forms"),

@@ -11,6 +11,7 @@ from jaxvllm.cli.flags import add_flags, given, whole, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.value_checks import MAX_INT32
+from jaxvllm.model_name import local_gguf
 
 REQUEST_TOKENS = 4096
 CONTEXT = 2048
@@ -53,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [MODEL] --device DEVICE [OPTION ...]",
         description="Compile the real step for devices that are not here, and say whether the model fits, how much KV "
         "it leaves, what the devices send each other, and how fast a step could be at best. MODEL may also be a "
-        "config.json or the name of a well-known model, such as Llama-3.1-8B; nothing is downloaded.",
+        "config.json, a GGUF file or DIR:Q4_K_M, which counts as an engine would keep it, or the name of a well-known "
+        "model, such as Llama-3.1-8B; no weights are read, and nothing is downloaded.",
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
@@ -91,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
 
         check_plot(args.plot)
     name, hf_config = find_config(config.model)
-    deployment = Deployment.of_config(config, hf_config, args.device)
+    deployment = Deployment.of_config(config, hf_config, args.device, local_gguf(config.model))
     tokens = _tokens("request-tokens", args.request_tokens, REQUEST_TOKENS, deployment.max_model_len)
     context = _tokens("context", args.context, CONTEXT, deployment.max_model_len)
     plan = make_plan(Question(name, deployment, config.memory_utilization, tokens, context))

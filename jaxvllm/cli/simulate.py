@@ -13,6 +13,7 @@ from jaxvllm.cli.exit_code import exit_code
 from jaxvllm.cli.flags import add_flags, given, real, seed_number, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
+from jaxvllm.model_name import local_gguf
 
 if TYPE_CHECKING:
     from jaxvllm.planner.deployment import Deployment
@@ -165,6 +166,7 @@ class Devices:
 
     name: str
     hf_config: dict[str, Any]
+    gguf: Path | None  # the file of which that was made
     table: "MeasuredCost | None"
     efficiency: float
     host_seconds: float | None  # of a step; None: what was measured without a device
@@ -186,6 +188,7 @@ class Devices:
         return cls(
             name,
             hf_config,
+            local_gguf(config.model),
             table,
             1.0 if args.efficiency is None else args.efficiency,
             None if args.host_ms is None else args.host_ms / 1000,
@@ -196,7 +199,7 @@ class Devices:
         """Returns the model on these devices, with the limits that the engine would choose, or that the config says."""
         from jaxvllm.planner.deployment import Deployment
 
-        return Deployment.of_config(config, self.hf_config, self.name)
+        return Deployment.of_config(config, self.hf_config, self.name, self.gguf)
 
     def simulation(self, config: EngineConfig, pools: tuple[int, int] | None) -> "Simulation":
         """Returns the deployment with these options. Raises ValueError when it is impossible."""

@@ -19,6 +19,7 @@ from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.side_input import SideInput
 from jaxvllm.core.token_constraint import GuardedConstraint
+from jaxvllm.core.weight_version import WeightStarts
 
 type TokenIds = NDArray[np.int32]
 
@@ -171,6 +172,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
     search: BeamSearch | None = None
+    tells_experts: bool = False  # the caller is told which experts each token has chosen
     adapter: LoraAdapter | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
@@ -180,6 +182,9 @@ class Request:
     asked_for_pages: int | None = None  # how often it had been preempted when it was last asked for pages elsewhere
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     trail: Trail | None = None  # its steps so far; None: nobody wants them explained
+    weight_starts: WeightStarts = field(default_factory=list)
+    # Whether some of its KV is of weights that were replaced since, so that nobody else may have its pages.
+    has_old_pages: bool = False
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:
@@ -221,7 +226,7 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin after pages that others have computed."""
         pooling = self.asked.pooling
-        if self.wants_scores or (pooling is not None and pooling.reads_all):
+        if self.wants_scores or self.tells_experts or (pooling is not None and pooling.reads_all):
             return False
         return not self.sampling_params.skip_reading_prefix_cache
 

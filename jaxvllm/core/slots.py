@@ -163,7 +163,7 @@ class SlotTable:
         if not some(self._readouts):
             return False
         each = zip(READOUTS, self._readouts, strict=True)
-        return any(some(wants[slots]) for readout, wants in each if not readout.of_prompt)
+        return any(some(wants[slots]) for readout, wants in each if readout.reads != "prompts")
 
     def readouts(
         self, rows: SlotIds, are_prompts: NDArray[np.bool_], yield_tokens: NDArray[np.bool_]
@@ -171,8 +171,9 @@ class SlotTable:
         """Returns which rows of a step want each readout, bool[len(rows)], without those that no row wants."""
         if not some(self._readouts):
             return {}
+        are_read = {"prompts": are_prompts, "tokens": yield_tokens, "all": are_prompts | yield_tokens}
         wanted = {
-            readout.name: wants[rows] & (are_prompts if readout.of_prompt else yield_tokens)
+            readout.name: wants[rows] & are_read[readout.reads]
             for readout, wants in zip(READOUTS, self._readouts, strict=True)
             if some(wants)
         }

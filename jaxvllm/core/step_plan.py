@@ -266,6 +266,15 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """Tokens of a request from position `start` on, whose experts are the `rows` of the report."""
+
+    request: Request
+    start: int
+    rows: slice
+
+
+@dataclass(frozen=True)
 class StepUpdate:
     """The consequences of an output.
 
@@ -279,3 +288,4 @@ class StepUpdate:
     scored: tuple[Scored, ...] = ()
     pooled: tuple[Pooled, ...] = ()
     forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order
+    routed: tuple[Routed, ...] = ()

@@ -14,11 +14,14 @@ from tqdm import tqdm
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.lora import LoRARequest
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -232,15 +235,74 @@ class LLM:
         """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
         return self.engine.weights
 
-    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
+    def update_weights(
+        self, source: WeightSource | str, version: str | None = None, kv: KVChange = "drop", partial: bool = False
+    ) -> str:
         """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
 
-        `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
-        `model.layers.0.mlp.down_proj.weight`, a tree like `LLM.weights`, or the directory of a checkpoint. All are
-        checked first: after an error the old ones are in place. Cached prefixes are forgotten. For the rest see
-        `Engine.update_weights`.
+        `source` has arrays of NumPy or jax by the names that a checkpoint of this model has, such as
+        `model.layers.0.mlp.down_proj.weight`, or is a tree like `LLM.weights`, something that holds such a tree, or the
+        directory of a checkpoint. With `partial` it is a part of that, and all other arrays stay. All are checked
+        first: after an error the old ones are in place.
+
+        Returns the name of the new weights, which outputs tell: `version`, or the number of the update. With `kv` drop,
+        requests that run compute all their tokens again. With keep they go on with the keys and values that they have.
+        Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
         """
-        self.engine.update_weights(Path(weights) if isinstance(weights, str) else weights)
+        return self.engine.update_weights(Path(source) if isinstance(source, str) else source, version, kv, partial)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the next step computes with: `default` for those of the start, as in vLLM."""
+        return self.engine.weight_version.name
+
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops computing until `resume`, and returns when no step is under way. `generate` raises meanwhile.
+
+        An open stream ends with the finish reason `abort` (mode abort), is computed to its end, which it tells when it
+        is read (wait), or goes on after `resume` (keep). Unless requests are kept, `clear_cache` forgets every prefix.
+        """
+        self.engine.pause(mode)
+        self.engine.settle()
+        if clear_cache and mode != "keep":
+            self.engine.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Computes again after a `pause`. Raises ValueError while weights or pages are not on the devices."""
+        self.engine.resume()
+
+    def is_paused(self) -> bool:
+        """Returns whether `generate` would raise because of a pause."""
+        return self.engine.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, as `pause` does, and gives back memory of the devices, as `Engine.sleep` says.
+
+        Level 0 gives back none, 1 that of KV pages and weights, which go to the host's memory, and 2 drops the weights.
+        """
+        self.pause(mode, clear_cache=level > 0)
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None), and returns whether nothing sleeps.
+
+        Then it computes again. Nothing is compiled. After `sleep(level=2)`, weights come with `update_weights` alone.
+        """
+        is_awake = self.engine.wake_up(tags)
+        if is_awake:
+            self.engine.resume()
+        return is_awake
+
+    def is_sleeping(self) -> bool:
+        """Returns whether the engine is paused, at any level of sleep, as in vLLM."""
+        return self.engine.is_paused
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages while the engine is paused, until `wake_up(["kv_cache"])`.
+
+        Requests that a pause has kept compute all their tokens again afterwards.
+        """
+        self.engine.release_kv()
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""
@@ -301,8 +363,13 @@ class LLM:
         return requests
 
     def _require_idle(self) -> None:
+        self._require_resumed()
         if self.engine.has_work and not self.engine.is_closed:
             raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
+
+    def _require_resumed(self) -> None:
+        if self.engine.is_paused and not self.engine.is_closed:
+            raise RuntimeError("the LLM is paused, and computes nothing: call resume() or wake_up() first")
 
     def _complete(self, requests: list[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -322,7 +389,9 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            while self.engine.has_work:
+            while self.engine.has_work or any(one.request_id in self.engine.outputs for one in requests):
+                if not self.engine.has_work:
+                    self._require_resumed()
                 yield from self.engine.step()
         finally:
             for request in requests:

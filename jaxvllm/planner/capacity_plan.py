@@ -48,6 +48,7 @@ class CapacityPlan:
     dtype: str
     attention: str  # the kernels that run: tpu, gpu or reference
     num_parameters: int
+    stored_bytes: int | None  # of the GGUF files that the weights are in; None: the config alone is known
     fits: bool  # with room for at least one request
     memory: Memory
     findings: Findings | None
@@ -92,6 +93,7 @@ def make_plan(question: Question) -> CapacityPlan | Refusal:
         dtype=deployment.dtype,
         attention=deployment.backend.kind,
         num_parameters=deployment.num_parameters,
+        stored_bytes=deployment.stored_bytes,
         fits=fits,
         memory=memory,
         findings=findings,

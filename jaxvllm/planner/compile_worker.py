@@ -12,7 +12,7 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.params import Layout, abstract_params
+from jaxvllm.models.params import abstract_params
 from jaxvllm.planner.compiler import Findings, Refusal, StepFindings, to_json
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.hlo import UnreadableHlo, largest_vmem_array, read_collectives
@@ -71,7 +71,6 @@ class CompiledSteps:
         devices = compile_only_devices(chip, shape.num_devices) if chip else jax.devices()
         mesh = make_mesh(shape, devices)
         dtype = jnp.dtype(deployment.dtype)
-        layout: Layout = "stacked" if chip or deployment.stages > 1 else "separate"
         # The pools take half of the memory that the weights leave: a copy of them could not hide, and the step has
         # room. They have no more pages than an engine would have, because they must not take the room of a step whose
         # model is small.
@@ -79,7 +78,7 @@ class CompiledSteps:
         self.num_pages = max(count_pages(half, deployment.pool_bytes, deployment.useful_pages), 2)
         cache = deployment.cache_shape(self.num_pages)
         params, pages = (
-            abstract_params(deployment.spec, dtype, layout, mesh, deployment.forms),
+            abstract_params(deployment.spec, dtype, deployment.layout, mesh, deployment.forms),
             cache.pages(deployment.spec, deployment.backend, mesh),
         )
         self.platform = devices[0].platform

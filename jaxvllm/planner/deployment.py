@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,16 +14,19 @@ from jaxvllm.core.scheduler import check_token_budget
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.kv_cache_dtype import kv_quantization
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.gguf_file import split_files
 from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import by_expert, replicas_of
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.kv_scales import with_kv_scales
-from jaxvllm.models.params import num_parameters
+from jaxvllm.models.params import Layout, num_parameters
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.models.stored_forms import expected_forms
+from jaxvllm.models.stored_forms import expected_forms, stored_forms
 from jaxvllm.planner.share import Share
 from jaxvllm.planner.target import Target
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
@@ -38,7 +42,8 @@ from sharding.mesh import MeshShape
 class Deployment:
     """A model on its devices. Raises ValueError for an impossible config, device or number of devices.
 
-    It crosses a pipe as JSON.
+    It crosses a pipe as JSON. A model in a GGUF file has the forms that the file's list of tensors tells, of which none
+    is read.
     """
 
     hf_config: dict[str, Any]
@@ -56,14 +61,20 @@ class Deployment:
     enable_expert_parallel: bool = False
     num_redundant_experts: int | None = None  # slots beyond one for each expert; None: experts do not move
     all_to_all: bool | None = None  # how tokens come to the experts that replicas share, as in `ExchangeChoice`
+    gguf: str | None = None  # the path of the file that has the weights; None: the config alone is known
 
     def __post_init__(self) -> None:
         check_token_budget(self.max_num_batched_tokens, self.max_num_seqs)
         _ = self.spread, self.target  # each raises ValueError when it is impossible
 
     @classmethod
-    def of_config(cls, config: EngineConfig, hf_config: dict[str, Any], device: str) -> "Deployment":
-        """Returns the deployment of an engine with this config, which fills in the engine's own choices."""
+    def of_config(
+        cls, config: EngineConfig, hf_config: dict[str, Any], device: str, gguf: Path | None = None
+    ) -> "Deployment":
+        """Returns the deployment of an engine with this config, which fills in the engine's own choices.
+
+        The weights are in the file `gguf`, if there is one, of which `hf_config` was made.
+        """
         shape = config.mesh_shape
         resolved = ResolvedConfig.of(config, hf_config, Target.named(device, shape.num_devices).platform)
         return cls(
@@ -82,21 +93,32 @@ class Deployment:
             enable_expert_parallel=config.enable_expert_parallel,
             num_redundant_experts=None if config.eplb is None else config.eplb.num_redundant_experts,
             all_to_all=config.all_to_all,
+            gguf=None if gguf is None else str(gguf),
         )
 
     @property
     def num_parameters(self) -> int:
         """The weights of the model, without copies of experts."""
-        return num_parameters(model_spec(self.hf_config, self.max_model_len))
+        return num_parameters(self._plain_spec)
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """The bytes of the files that have the weights, if these are known."""
+        return None if self.gguf is None else sum(file.stat().st_size for file in split_files(Path(self.gguf)))
 
     @cached_property
     def kv_quantization(self) -> KVQuantization | None:
         """The way in which pages hold keys and values. None stands for the dtype of the weights."""
         return kv_quantization(self.kv_cache_dtype, self.hf_config, jnp.dtype(self.dtype))
 
+    @property
+    def _plain_spec(self) -> ModelSpec:
+        """The model as its checkpoint has it: without scales of keys and values, and with each expert once."""
+        return model_spec(self.hf_config, self.max_model_len)
+
     @cached_property
     def spec(self) -> ModelSpec:
-        spec = model_spec(self.hf_config, self.max_model_len)
+        spec = self._plain_spec
         if self.kv_quantization is not None and not self.kv_quantization.by_token:
             spec = with_kv_scales(spec)
         if not self.enable_expert_parallel:
@@ -136,18 +158,31 @@ class Deployment:
         return self.target.backend(jnp.dtype(self.dtype))
 
     @property
+    def layout(self) -> Layout:
+        """The layout of the layers, which is that of `ResolvedConfig`."""
+        return "separate" if self.target.platform == "cpu" and self.stages == 1 else "stacked"
+
+    @cached_property
     def share(self) -> Share:
         """The share of the model on each device."""
-        return Share(self.spread, jnp.dtype(self.dtype), self.forms)
+        return Share(self.spread, jnp.dtype(self.dtype), self.forms, self.layout)
 
-    @property
+    @cached_property
     def forms(self) -> Forms:
         """The forms of the matrices, which need no turning to be counted and compiled.
 
-        A quantized checkpoint is taken to have all matrices of its layers so, because the config alone is read.
+        A quantized checkpoint is taken to have all matrices of its layers so, because the config alone is read. The
+        list of tensors of a GGUF file is read as well. Raises ValueError that names a tensor which is not as the
+        metadata say.
         """
-        on_cpu = self.target.platform == "cpu" and self.stages == 1
-        forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=on_cpu, shards=self.size)
+        by_tile = self.layout == "separate"
+        forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=by_tile, shards=self.size)
+        if self.gguf is not None:
+            weights = StoredWeights.open(Path(self.gguf), self.hf_config, self._plain_spec)
+            if forms.stored is not None:
+                kernels = self.target.matrix_kernels(jnp.dtype(self.dtype))
+                forms = replace(forms, stored=FewBitsForms(kernels, by_tile, self.size))
+            return replace(forms, own=stored_forms(weights, self.spread, self.layout, self.dtype, forms))
         encoding = published_encoding(self.hf_config)
         if encoding is None:
             return forms

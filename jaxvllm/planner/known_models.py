@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxvllm.gguf_file import is_gguf
-from jaxvllm.model_name import DEMO_MODEL, resolve
+from jaxvllm.model_name import DEMO_MODEL, local_gguf
 from jaxvllm.models import checkpoint
 
 _FILE = Path(__file__).with_name("known_models.json")
@@ -23,18 +22,18 @@ _KINDS = {"base", "instruct", "it", "pt", "chat", "hf", "meta"}
 def find_config(model: str) -> tuple[str, dict[str, Any]]:
     """Returns the full name and the config.json of `model`: a directory, a config.json or GGUF file, or a known name.
 
-    A directory of several GGUF files needs a kind: DIR:Q4_K_M.
-
-    Names match in any case, with or without their owner, and as tuned versions: "llama-3.1-8b-instruct". Nothing is
-    downloaded. Raises ValueError with the nearest known names when `model` is none of these.
+    Files of GGUF are given as to `local_gguf`. Names match in any case, with or without their owner, and as tuned
+    versions: "llama-3.1-8b-instruct". Nothing is downloaded. Raises ValueError with the nearest known names when
+    `model` is none of these.
     """
     try:
         path = DEMO_MODEL if model == "demo" else Path(model).expanduser()
     except RuntimeError as error:
         raise ValueError(f"model {model!r} begins with a home that is not here: give the whole path") from error
-    directory = model.rpartition(":")[0]  # before a kind of the GGUF files in it
-    if path.is_dir() or is_gguf(path) or (directory and Path(directory).expanduser().is_dir()):
-        return model, checkpoint.read_config(resolve(str(path)))
+    if (file := local_gguf(model)) is not None:
+        return model, checkpoint.read_config(file)
+    if path.is_dir():
+        return model, checkpoint.read_config(path)
     if path.is_file():
         return model, checkpoint.read_config(path.parent) if path.name == "config.json" else _read(path)
     known = known_models()

@@ -23,6 +23,9 @@ def _title(plan: CapacityPlan) -> Iterator[str]:
     count = f"{plan.num_parameters / 1e9:.2f} billion" if plan.num_parameters >= 1e9 else f"{plan.num_parameters:,}"
     yield f"{plan.model} on {plan.mesh} {plan.device}: {'fits' if plan.fits else 'does not fit'}"
     yield f"  {count} parameters, {plan.dtype}, attention by {plan.attention}"
+    if plan.stored_bytes is not None:
+        decoded = f"what this device has no form for counts in {plan.dtype}"
+        yield f"  {plan.stored_bytes / GIB:.2f} GiB in its files, whose matrices count as they are stored; {decoded}"
     if plan.kv_copies > 1:
         yield f"  KV heads do not divide: there are {plan.kv_copies} copies of each, and of its pages"
     if plan.zero_heads:

@@ -13,7 +13,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.layer_memory import LayerMemory
-from jaxvllm.models.params import StackLayers, build, first_layer, most
+from jaxvllm.models.params import Layout, StackLayers, build, first_layer, most
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from pallas_kernels.backend import Backend
@@ -50,6 +50,7 @@ class Share:
     spread: Spread
     dtype: np.dtype
     forms: Forms = PLAIN_FORMS  # in which the matrices are kept
+    layout: Layout = "stacked"  # layers with arrays of their own have forms of their own
 
     @property
     def spec(self) -> ModelSpec:
@@ -147,5 +148,5 @@ class Share:
             num_bytes = elements * decl.dtype_in(self.dtype).itemsize
             return _DeclaredArrays(decl, layers is not None, count, mean, elements, num_bytes)
 
-        arrays: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread, "stacked", leaf))
+        arrays: list[_DeclaredArrays] = jax.tree.leaves(build(self.spread, self.layout, leaf))
         return arrays

@@ -8,6 +8,7 @@ import numpy as np
 from jaxvllm.runtime.memory import _host_bytes_available
 from pallas_kernels.backend import KERNEL_DTYPES, REFERENCE, Backend
 from pallas_kernels.chips import CHIPS, Chip, TpuChip, chip_named
+from pallas_kernels.cpu.host import host_chip
 
 CPU: Literal["cpu"] = "cpu"
 
@@ -41,3 +42,15 @@ class Target:
         """Returns the kernels that the engine chooses on such a device, for a model that computes in `dtype`."""
         backend = Backend.of_chip(self.chip) if self.chip else REFERENCE
         return backend if dtype.name in KERNEL_DTYPES.get(backend.kind, ()) else REFERENCE
+
+    def matrix_kernels(self, dtype: np.dtype) -> Backend:
+        """Returns the kernels that the engine has multiply by matrices in few bits.
+
+        They are those of `backend`, but for a CPU, where the forms of such matrices are those of our own kernels.
+        """
+        if self.chip or dtype.name not in KERNEL_DTYPES[CPU]:
+            return self.backend(dtype)
+        try:
+            return Backend(CPU, host_chip())
+        except NotImplementedError:  # there are none for this CPU
+            return REFERENCE

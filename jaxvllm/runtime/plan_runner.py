@@ -179,6 +179,7 @@ class PlanRunner(ABC):
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
+        self.programs.compile_more()
         tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.row_tokens], None, None
         if plan.num_drafts:
             drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)

@@ -67,12 +67,13 @@ def forward(
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
     depths = () if proposer is None else proposer.depths
-    # Proposers and pooled prompts read all tokens, and loads count the choices of all. Microbatches of stages have
-    # tokens of their own.
+    # Proposers and pooled prompts read all tokens, loads count the choices of all, and these may be told. Microbatches
+    # of stages have tokens of their own.
     reads_all = (
         proposer is not None
         or model.sampling.keeps_hidden
         or model.shape.counts_loads
+        or model.sampling.tells_experts
         or model.pipeline.stages.size > 1
     )
     is_read = None if reads_all else _are_read(batch, rows)
@@ -88,7 +89,7 @@ def forward(
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
-    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None)
+    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None, computed.choices)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)

@@ -18,6 +18,7 @@ from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.decoding import decode
+from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.pipeline import Pipeline
@@ -150,7 +151,7 @@ class StepCompiler:
         arguments = (self.params, self.kv, self.state, packed)
         stays: Any = OF_REPLICAS
         read: Any = self._read_by_host
-        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays))
+        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays, choices=stays))
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
         return self._make(run, arguments, (pages, stays, *outputs), donates=(1, 2), is_adapted=bucket.is_adapted)
 
@@ -215,6 +216,11 @@ class StepCompiler:
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""
         return self.of_replicas((count, self.spec.hidden_size), activation_dtype(self.params))
+
+    def choices(self, count: int) -> Any:
+        """Returns the shape of the experts that so many tokens have chosen."""
+        told = ChoiceShape.of(self.spec)
+        return self.of_replicas((count, *told.of_token), told.dtype)
 
     def _make(
         self,

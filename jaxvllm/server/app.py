@@ -19,8 +19,10 @@ from jaxvllm.server.routes import (
     development,
     elastic,
     embeddings,
+    generate,
     info,
     messages,
+    pausing,
     playground,
     responses,
     sagemaker,
@@ -43,6 +45,7 @@ def create_app(service: Service) -> FastAPI:
     for module in (
         completions,
         embeddings,
+        generate,
         chat_completions,
         responses,
         stored_responses,
@@ -59,6 +62,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(adapters.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
+        app.include_router(pausing.router(service))
 
     app.add_middleware(HeadAsGet)
     app.add_middleware(AfterStart, service=service)

@@ -36,7 +36,7 @@ class ServerConfig(HttpConfig):
     metrics_prefix: str = "jaxvllm"  # first part of the names of metrics; with vllm, dashboards made for vLLM work
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
-    # Add POST /reset_prefix_cache, which measurements use, and POST /update_weights_from_disk, which trainers use.
+    # Add POST /reset_prefix_cache, which measurements use, and endpoints of trainers: POST /update_weights, /pause.
     dev_endpoints: bool = False
     enable_elastic_ep: bool = False  # add POST /scale_elastic_ep, which changes the number of replicas
 

@@ -65,7 +65,7 @@ class WordRule:
 
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER, _UPPER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -73,10 +73,15 @@ def _gpt4(digits: str) -> tuple[str]:
     return (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",)
 
 
+def _words_by_case(contractions: str, without: str = "") -> str:
+    """Returns what matches words, which end before an upper-case letter that follows a lower-case one."""
+    start, lower, upper = r"[^\r\n\p{L}\p{N}]?", f"[{_LOWER}{without}]", f"[{_UPPER}{without}]"
+    return f"{start}{upper}*{lower}+{contractions}|{start}{upper}+{lower}*{contractions}"
+
+
 def _by_case(digits: str, contractions: str) -> tuple[str]:
     """Returns the rule that also cuts before an upper-case letter which follows a lower-case one."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{start}{_UPPER}*{_LOWER}+{contractions}|{start}{_UPPER}+{_LOWER}*{contractions}"
+    words = _words_by_case(contractions)
     return (rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",)
 
 
@@ -97,6 +102,12 @@ _DEEPSEEK3 = WordRule(
         r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
     )
 )
+# Chinese is cut off from other letters. This is the pattern of Kimi's own tokenizer, which is one of tiktoken: a word
+# that is a token is that token.
+_KIMI_WORDS = _words_by_case(f"{_CONTRACTIONS}?", r"&&[^\p{Han}]")
+_KIMI = WordRule(
+    (rf"\p{{Han}}+|{_KIMI_WORDS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",), takes_whole=True
+)
 RULES: Mapping[str, WordRule] = {
     "gpt-2": _GPT2,
     "olmo": _GPT2,
@@ -108,12 +119,14 @@ RULES: Mapping[str, WordRule] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "lfm2": _LLAMA3,
+    "falcon-h1": _LLAMA3,  # llama.cpp's rule, which its published tokenizer.json was not compared with
     "dbrx": _GPT4,  # which Phi-4 and OLMo 2 have
     "smaug-bpe": _GPT4,  # SmolLM3
     "glm4": _GPT4,
     "chatglm-bpe": _GPT4,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "kimi-k2": _KIMI,  # Kimi Linear, too
     "hunyuan": WordRule(_gpt4("")),
     "hunyuan-dense": _DEEPSEEK3,
     "deepseek-v3": _DEEPSEEK3,

@@ -183,9 +183,9 @@ def test_what_a_model_name_can_be(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
     asked: list[str] = []
 
-    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool) -> str:
         asked.extend(allow_patterns)
-        assert ignore_patterns == ["*mmproj*"]  # vision towers
+        assert ignore_patterns == ["*mmproj*"] and not local_files_only  # vision towers
         assert not any(pattern.endswith((".bin", ".py")) for pattern in allow_patterns)
         if name == "owner/model":
             return str(model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxvllm.model_name import DEMO_MODEL
@@ -162,27 +163,36 @@ def test_rules_cut_words_as_their_models_do(pre: str, tmp_path: Path) -> None:
     tokens = [found.backend.id_to_token(token_id) for token_id in found.encode("121 ab's aB")]
     # Three digits at a time or one; upper case after lower case begins a word or not.
     by_one = ("smollm", "starcoder", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "seed-coder", "tekken")
-    by_case, deepseek = ("gpt-4o", "llama4", "minimax-m2", "tekken"), ("hunyuan-dense", "deepseek-v3")
+    by_case = ("gpt-4o", "llama4", "minimax-m2", "tekken", "kimi-k2")
+    deepseek = ("hunyuan-dense", "deepseek-v3")
     digits = ["1", "2", "1"] if pre in (*by_one, "hunyuan", "qwen35") else ["121"]
     last = ["Ġa", "B"] if pre in by_case else ["Ġ", "aB"]
-    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "lfm2", "tekken")
+    has_bos = pre in ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon-h1", "tekken")
     assert tokens == [*(["<e>"] if has_bos else []), *digits, "Ġ", "ab", "'s", *last]
     # A word that is a token needs no merges under some rules.
     whole = [found.backend.id_to_token(token_id) for token_id in found.encode("bab", add_special_tokens=False)]
-    assert whole == (["bab"] if has_bos else ["b", "ab"])
+    assert whole == (["bab"] if has_bos or pre == "kimi-k2" else ["b", "ab"])
     assert found.eos_token_ids == (9, 10)
     # A line break after signs is part of their word under the rules that are like GPT-4's.
     assert found.backend.pre_tokenizer is not None
     signs = [word for word, _ in found.backend.pre_tokenizer.pre_tokenize_str("a!!\n")][1:]
     assert signs == (["!!", "Ċ"] if pre in ("gpt-2", "olmo", *by_one[:4], "seed-coder") else ["!!Ċ"])
     words = found.backend.pre_tokenizer.pre_tokenize_str("東京ab")
-    assert len(words) == (2 if pre in deepseek else 1)
+    assert len(words) == (2 if pre in (*deepseek, "kimi-k2") else 1)
     # Marks are parts of words under the newer rules.
     marked = found.backend.pre_tokenizer.pre_tokenize_str("हिन्दी")
     assert (len(marked) == 1) == (pre in ("qwen35", *by_case, *deepseek))
     normalizer = found.backend.normalizer
     assert (normalizer is not None) == (pre in ("qwen2", "deepseek-r1-qwen", "qwen35"))
     assert normalizer is None or normalizer.normalize_str("e\u0301") == "é"
+
+
+def test_kimi_cuts_chinese_from_all_other_letters() -> None:
+    [pattern] = RULES["kimi-k2"].patterns
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated").pre_tokenize_str
+    words = [word for word, _ in cut("我们'S用GPTModel's 12345カナ東京a! /\n\n  b")]
+    expected = ["我们", "'S", "用", "GPTModel's", " ", "123", "45", "カナ", "東京", "a", "!", " /\n\n", " ", " b"]
+    assert words == expected
 
 
 @pytest.mark.parametrize(

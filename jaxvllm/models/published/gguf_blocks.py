@@ -38,8 +38,8 @@ class BlockType:
         if kind in _PLAIN:
             plain = _PLAIN[kind]
             return cls(1, plain.itemsize, lambda data, dtype: data.view(plain).astype(dtype))
-        if (usual := _USUAL.get(kind)) is not None and (cpu := _host()) is not None:
-            return cls(usual.count, usual.size, lambda data, dtype: _decoded_by_xla(data, usual, dtype, cpu))
+        if (usual := _USUAL.get(kind)) is not None and _has_host():
+            return cls(usual.count, usual.size, lambda data, dtype: _decoded_by_xla(data, usual, dtype))
         gguf = _gguf(where)
         try:
             own = gguf.GGMLQuantizationType(kind)
@@ -75,12 +75,10 @@ def _gguf(where: str) -> Any:
     return gguf
 
 
-def _host() -> jax.Device | None:
-    """Returns the device that computes on the host, or None if JAX_PLATFORMS leaves it out."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
+def _has_host() -> bool:
+    """Returns whether JAX_PLATFORMS leaves a device that computes on the host. None is looked for: plans need none."""
+    platforms = jax.config.jax_platforms
+    return not platforms or "cpu" in platforms.split(",")
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,11 @@ class _Usual:
     parts: Callable[[jax.Array], list[jax.Array]]
 
 
-def _decoded_by_xla(data: np.ndarray, usual: _Usual, dtype: DTypeLike, cpu: jax.Device) -> np.ndarray:
+def _decoded_by_xla(data: np.ndarray, usual: _Usual, dtype: DTypeLike) -> np.ndarray:
     blocks = data.reshape(-1, usual.size)
     values = np.empty((len(blocks), usual.count), dtype)
     most = _CALL // usual.count
-    with jax.default_device(cpu):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for first in range(0, len(blocks), most):
             part = blocks[first : first + most]
             if (count := len(part)) < most:

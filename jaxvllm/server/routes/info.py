@@ -70,7 +70,7 @@ class Version(BaseModel):
 class Sleep(BaseModel):
     """Whether the engine sleeps, which gateways for vLLM ask."""
 
-    is_sleeping: Literal[False] = False
+    is_sleeping: bool
 
 
 class Load(BaseModel):
@@ -164,8 +164,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/is_sleeping", tags=["Server"], responses=COMMON)
     async def is_sleeping() -> Sleep:
-        """Answers that the engine does not sleep: it never gives its memory back. Gateways for vLLM ask this."""
-        return Sleep()
+        """Answers whether the engines are paused or sleep, as `--dev-endpoints` allows. Gateways for vLLM ask this."""
+        return Sleep(is_sleeping=service.config.dev_endpoints and await llm.is_sleeping())
 
     @routes.get("/load", tags=["Server"], responses=COMMON)
     async def load() -> Load:

@@ -240,7 +240,7 @@ def test_xla_decodes_the_usual_types_to_the_numbers_of_the_package(
     for place in halves:  # numbers in half precision of all exponents below that of 1
         data[:, place + 1] &= 0xBB
     by_xla = BlockType.of(int(kind), "x")
-    monkeypatch.setattr(gguf_blocks, "_host", lambda: None)
+    monkeypatch.setattr(gguf_blocks, "_has_host", lambda: False)
     by_numpy = BlockType.of(int(kind), "x")
     for dtype in (np.float32, ml_dtypes.bfloat16):
         np.testing.assert_array_equal(by_xla.decode(data, dtype), by_numpy.decode(data, dtype))
