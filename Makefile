@@ -114,6 +114,14 @@ venv: .venv/.stamp
 	  openai-agents instructor litellm
 	@touch $@
 
+# tunix, whose trainers sample with our engine (tests/interop/test_tunix.py): a gigabyte, so `make test` does not ask for
+# it. The package itself comes from this clone.
+.tunix/.stamp: pyproject.toml tools/tunix_constraints.txt | .venv/.stamp
+	@test -x .tunix/bin/python || $(UV) venv --quiet --python $(PY) .tunix
+	$(UV) pip install --quiet --python .tunix/bin/python --constraint tools/tunix_constraints.txt \
+	  --build-constraints constraints.txt --editable '.[cpu,flax]' google-tunix
+	@touch $@
+
 # Public suites of JSON schemas, 4 MB: the official tests, which only the source of jsonschema has, and SchemaStore's real
 # schemas. They are read and not installed, and of uv and pip only pip can download.
 .suites/.stamp: tools/suites_constraints.txt | .venv/.stamp
@@ -171,5 +179,5 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .wheel .aot .clients .suites .uv .oracle .vllm .openvino .llamacpp .mypy_cache .ruff_cache \
+	rm -rf .venv .wheel .aot .clients .suites .tunix .uv .oracle .vllm .openvino .llamacpp .mypy_cache .ruff_cache \
 	  .pytest_cache .hypothesis reports dist site
