@@ -9,7 +9,8 @@ of every token of the vocabulary at every position. They are compared with those
 - share of positions where both have the same best token.
 
 Activations are float32 in all of them but bfloat16, so that the difference is that of the weights. Embeddings, which
-are the LM head too, stay as they are. The bits a weight are those that the layers take, scales and norms included. This
+are the LM head too, have eight bits beside int8 and int4, and else stay as they are, or as GGUF files store them. The
+bits a weight are those that the layers take, scales and norms included. This
 writes benchmarks/results/quality-DATE-COMMIT.json and, with matplotlib, a picture beside it.
 
     python -m benchmarks.quality [--documents 2]

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxvllm.config import EngineConfig as EngineConfig
     from jaxvllm.core.beam import BeamSearchParams as BeamSearchParams
+    from jaxvllm.core.lora import LoRARequest as LoRARequest
     from jaxvllm.core.pooling_params import PoolingParams as PoolingParams
     from jaxvllm.core.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from jaxvllm.core.sampling_params import RequestOutputKind as RequestOutputKind
     from jaxvllm.core.sampling_params import SamplingParams as SamplingParams
     from jaxvllm.core.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from jaxvllm.core.weight_version import WeightVersionSpan as WeightVersionSpan
     from jaxvllm.engine.llm import LLM as LLM
     from jaxvllm.engine.multihost import follow as follow
     from jaxvllm.engine.outputs import CompletionOutput as CompletionOutput
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "jaxvllm.worker.async_llm",
     "LLM": "jaxvllm.engine.llm",
+    "LoRARequest": "jaxvllm.core.lora",
     "follow": "jaxvllm.engine.multihost",
     "EngineConfig": "jaxvllm.config",
     "LogitsProcessor": "jaxvllm.runtime.logits_processors",
@@ -41,12 +44,14 @@ _HOMES = {
     "EmbeddingRequestOutput": "jaxvllm.engine.outputs",
     "RequestOutput": "jaxvllm.engine.outputs",
     "CompletionOutput": "jaxvllm.engine.outputs",
+    "WeightVersionSpan": "jaxvllm.core.weight_version",
 }
 
 __all__ = [
     "LogitsProcessor",
     "TokensSoFar",
     "LLM",
+    "LoRARequest",
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
@@ -58,6 +63,7 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "WeightVersionSpan",
     "follow",
 ]
 

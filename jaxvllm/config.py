@@ -45,6 +45,13 @@ Seqs = Annotated[int, Range(1, MOST_SEQS)]
 StepTokens = Annotated[int, Range(1, MOST_TOKENS)]
 Burst = Annotated[int, Range(1, MAX_BURST)]
 Logprobs = Annotated[int, Range(-1, MAX_INT32)]
+# What only those need who can name an adapter in a request.
+LORA_FIELDS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+# Beyond so many slots a step would have to gather the adapters of its tokens.
+MAX_LORAS = 16
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+Loras = Annotated[int, Range(1, MAX_LORAS)]
+LoraRank = Annotated[int, Range(min(LORA_RANKS), max(LORA_RANKS))]
 PageSize = Annotated[int, Range(min(PAGE_SIZES), max(PAGE_SIZES))]
 Rank = Annotated[int, Range(0, 65535)]
 
@@ -70,7 +77,14 @@ class EngineConfig:
     # When experts move, and how many copies there are, as JSON: {"num_redundant_experts": 8}. None: vLLM's defaults.
     eplb_config: str | None = None
     count_expert_loads: bool = False  # count how many tokens choose each expert, which enable_eplb does anyhow
+    # Completions say which experts each of their tokens has chosen. Each decode step is one program then, and no prefix
+    # is read from the cache.
+    enable_return_routed_experts: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"  # of keys and values; auto: that of --dtype, unless a checkpoint says another
+    enable_lora: bool = False  # requests may name adapters, see docs/lora.md
+    max_loras: Loras = 1  # adapters that the devices have room for at once, and a step may use
+    max_lora_rank: LoraRank = 16  # of an adapter; smaller ranks are filled up with zeros
+    max_cpu_loras: Count | None = None  # adapters that are kept in host memory; None: as many as max_loras
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: Seqs | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
@@ -180,6 +194,10 @@ class EngineConfig:
         check_ranges(self, written_as_flags=False)
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, not {self.page_size!r}")
+        if self.max_lora_rank not in LORA_RANKS:
+            raise ValueError(f"max_lora_rank must be one of {LORA_RANKS}, not {self.max_lora_rank!r}")
+        if self.enable_lora:
+            self._check_lora()
         if self.scheduler not in POLICIES:
             raise ValueError(f"scheduler must be one of {', '.join(POLICIES)}, not {self.scheduler!r}")
         if self.coordinator is not None:
@@ -200,6 +218,22 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, tuple | list) and value):
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
+
+    def _check_lora(self) -> None:
+        """Raises ValueError or NotImplementedError for what does not go together with adapters."""
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}: what is on the "
+                "devices is in host memory, too"
+            )
+        for is_asked, what in (
+            (self.has_others, "an engine of several processes"),
+            (MeshShape.parse(str(self.mesh)).stages > 1, "a mesh with stages"),
+            (self.shares_experts, "replicas that share experts"),
+            (self.kv_transfer_config is not None, "kv_transfer_config"),
+        ):
+            if is_asked:
+                raise NotImplementedError(f"enable_lora does not go together with {what} yet: leave one of them out")
 
     def _check_guesses_of_tokens(self, why: str, way_out: str) -> None:
         """Raises NotImplementedError where what guesses tokens computes something itself, which `why` rules out."""

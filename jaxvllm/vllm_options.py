@@ -119,7 +119,6 @@ _NO_STATES = "models with recurrent states are not supported yet"
 _IN_PAGES = "keys and values stay on the device, and a request that loses its pages is computed again"
 _ONE_PROCESS = "one process drives all devices of its host"
 _NO_CODE = "no code is loaded from a name: the package itself can be changed"
-_LORA = "LoRA adapters are not supported yet"
 
 OPTIONS: Mapping[str, Option] = {
     # Options that are one of ours.
@@ -242,12 +241,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
     **_each(Unneeded(_FIXED_EXPERTS), "expert_placement_strategy elastic_ep_max_dp_size"),
     "enable_ep_weight_filter": Unneeded(_FIXED_EXPERTS, "nothing"),
-    **_each(Unneeded(_LORA), "max_loras max_lora_rank max_cpu_loras lora_dtype max_lora_cls_labels"),
-    **_each(
-        Unneeded(_LORA, "nothing"),
-        "fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
-        "enable_tower_connector_lora",
-    ),
+    "fully_sharded_loras": Unneeded("adapters are divided as the matrices that they change", "nothing"),
+    "specialize_active_lora": Unneeded("steps without adapters have programs of their own", "nothing"),
+    "max_lora_cls_labels": Unneeded("adapters change no classifier"),
     **_each(Unneeded("/cohere/v2/chat does not exist here"), "cohere_format"),
     "cohere_is_reasoning_model": Unneeded("/cohere/v2/chat does not exist here", "nothing"),
     # Options that are refused, with the values that would change nothing.
@@ -309,10 +305,14 @@ OPTIONS: Mapping[str, Option] = {
         Refused("this server chooses among its own replicas", "nothing"),
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
-    "enable_return_routed_experts": Refused("loads of experts are told, and not the choices of each token", "nothing"),
-    **_each(Refused(f"{_LORA}", "nothing"), "enable_lora"),
-    **_each(Refused(f"{_LORA}", "values"), "lora_modules lora_target_modules"),
-    "default_mm_loras": Refused(f"{_LORA}"),
+    "lora_dtype": Refused("adapters have the dtype of the model", neutral=("auto",)),
+    "lora_target_modules": Refused("the file of an adapter says what it changes", "values"),
+    **_each(
+        Refused("adapters of experts are not supported yet", "nothing"),
+        "enable_mixed_moe_lora_format enable_moe_shared_loras",
+    ),
+    "enable_tower_connector_lora": Refused(f"{_TEXT_ONLY}", "nothing"),
+    "default_mm_loras": Refused(f"{_TEXT_ONLY}"),
     "runner": Refused("every engine generates text and embeds it", neutral=("auto", "generate", "pooling")),
     "task": Refused("engines generate text and embed it", neutral=("auto", "generate", "embed", "embedding")),
     "convert": Refused("engines generate text and embed it", neutral=("auto", "none", "embed")),
@@ -320,12 +320,10 @@ OPTIONS: Mapping[str, Option] = {
     "enable_mm_embeds": Refused("prompts are text or token ids", "nothing"),
     "mm_encoder_only": Refused(f"{_TEXT_ONLY}", "nothing"),
     "disable_sliding_window": Refused("a window is what the model was trained with", "nothing"),
-    **_each(
-        Refused("weights stay where they are while the server runs", "nothing"),
-        "enable_sleep_mode sleep_mode_offload_cudagraph",
-    ),
-    "sleep_mode_backend": Unneeded("weights stay where they are while the server runs"),
-    "sleep_preserve_parameter_names": Unneeded("weights stay where they are while the server runs", "values"),
+    "enable_sleep_mode": Unneeded("every engine can sleep, and --dev-endpoints adds the endpoints", "nothing"),
+    "sleep_mode_offload_cudagraph": Refused("compiled programs stay on the devices", "nothing"),
+    "sleep_mode_backend": Unneeded("there is one way to sleep"),
+    "sleep_preserve_parameter_names": Unneeded("a sleep keeps all weights or none", "values"),
     "weight_transfer_config": Refused(
         "weights stay as they were loaded while the server runs", neutral=("none", "null")
     ),
@@ -350,9 +348,10 @@ OPTIONS: Mapping[str, Option] = {
     "enable_ssl_refresh": Refused("start the server again when its certificate changes", "nothing"),
     **_each(
         Refused("there is no such feature", "nothing"),
-        "enable_trace_replay return_sampling_mask grpc tokens_only enable_scale_out trust_request_chat_template "
+        "enable_trace_replay return_sampling_mask grpc tokens_only trust_request_chat_template "
         "exclude_tools_when_tool_choice_none",
     ),
+    "enable_scale_out": Unneeded("every server has /inference/v1/generate", "nothing"),
     # The members of a JSON object, which dotted flags name too.
     "structured_outputs_config.backend": Unneeded("one library compiles all forms"),
     "guided_decoding_backend": Unneeded("one library compiles all forms"),

@@ -14,8 +14,10 @@ FILE = Path(__file__).parents[1] / "docs/http.md"
 
 def text() -> str:
     """Returns the text of the file, with the endpoints that are off by default. No engine is started."""
-    config = ServerConfig(enable_tokenizer_info_endpoint=True, enable_elastic_ep=True, dev_endpoints=True)
-    return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig()), config)))
+    config = ServerConfig(
+        enable_tokenizer_info_endpoint=True, enable_elastic_ep=True, dev_endpoints=True, lora_directory=str(FILE.parent)
+    )
+    return markdown(create_app(Service(AsyncLLM.from_config(EngineConfig(enable_lora=True)), config)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import LORA_FIELDS, EngineConfig
 from jaxvllm.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     title = "sampling (the model's generation_config.json overrides these defaults)"
     add_flags(parser, SamplingParams, title, _HIDDEN_SAMPLING, DEFAULTS)
-    add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
+    # --seed seeds both, and prompts have no adapters.
+    add_flags(parser, EngineConfig, "engine", skip=("seed", *LORA_FIELDS))
     return parser
 
 

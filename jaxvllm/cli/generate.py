@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvllm.cli.flags import add_flags, given
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import LORA_FIELDS, EngineConfig
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.startup import seconds_since_process_start, uncollected
 
@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show-batch", action="store_true", help="draw which request was in which step")
     title = "sampling (the model's generation_config.json overrides these defaults)"
     add_flags(parser, SamplingParams, title, _HIDDEN_SAMPLING, DEFAULTS)
-    add_flags(parser, EngineConfig, "engine", skip=("seed",))  # --seed seeds both
+    # --seed seeds both, and prompts have no adapters.
+    add_flags(parser, EngineConfig, "engine", skip=("seed", *LORA_FIELDS))
     return parser
 
 

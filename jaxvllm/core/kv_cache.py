@@ -230,7 +230,7 @@ class KVCache:
     def register(self, slot: int, num_tokens: int, request: Request) -> list[bytes]:
         """Lets the prefix cache know the full pages of the first `num_tokens` tokens; their hashes, if they are new."""
         first, last = int(self.num_registered[slot]), num_tokens // self.page_size
-        if last <= first or not self.enable_prefix_caching:
+        if last <= first or not self.enable_prefix_caching or request.has_old_pages:
             return []
         hashes = request.hashes(self.page_size)
         for index, group in enumerate(self.groups):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.kv_cache import CachedPrefix, KVCache
+from jaxvllm.core.lora import NO_ADAPTER, LoraSlots
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.request import Request
 from jaxvllm.core.running_requests import RunningRequests
@@ -43,6 +44,7 @@ class Prefills:
     side_store: SideStore
     constrained: ConstrainedRows
     beams: RunningSearches
+    lora_slots: LoraSlots
 
     def num_uncomputed(self, prefilling: SlotIds) -> int:
         """Returns how many tokens of the prompts in these slots no step so far computes."""
@@ -122,6 +124,8 @@ class Prefills:
             request = queued.request
             prefix = self.shared.prefix(request)
             has_no_room = request.wants_wide_scores and not self._score_room(chosen.chunks)
+            # Requests whose adapter has no slot wait for one, and those after them do not wait for these.
+            has_no_room |= not self.lora_slots.can_take(request.adapter)
             if has_no_room or self._waits_for_others(request, prefix):
                 postponed.append(self.queue.pop())
                 continue
@@ -145,9 +149,18 @@ class Prefills:
             chosen.chunks.append(chunk := self._next_chunk(slot, budget, chosen.chunks))
             self.cache.cover(slot, chunk.end)
             budget -= chunk.length
-            chosen.admissions.append(Admission(slot, request, self.cache.tables(slot), num_cached, side_rows))
+            of_adapter = self._take_adapter(request)
+            chosen.admissions.append(
+                Admission(slot, request, self.cache.tables(slot), num_cached, side_rows, *of_adapter)
+            )
         for entry in postponed:
             self.queue.put_back(entry)
+
+    def _take_adapter(self, request: Request) -> tuple[int, bool]:
+        """Returns the slot of the request's adapter, and whether it has to be brought there."""
+        if request.adapter is None:
+            return NO_ADAPTER, False
+        return self.lora_slots.take(request.request_id, request.adapter)
 
     def _occupy(self, queued: Queued, prefix: CachedPrefix, target: int, num_cached: int) -> int:
         """Gives a request a slot, with pages for `target` tokens, of which `prefix` has the first `num_cached`."""

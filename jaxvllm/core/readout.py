@@ -6,7 +6,7 @@ step does anything for readouts that none of its rows wants.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ class Readout[Value]:
 
     name: str
     wants: Callable[[Request], bool]
-    of_prompt: bool  # it is read of every chunk of a prompt; else of every row that yields a token
+    # It is read of every chunk of a prompt, of every row that yields a token, or of both.
+    reads: Literal["prompts", "tokens", "all"]
 
     def of(self, reports: Mapping[str, Any]) -> Value | None:
         """Returns this readout's value among the `reports` of a step, or None if no row wanted it."""
@@ -33,15 +34,18 @@ class Readout[Value]:
 
 # The values of all tokens f32[V], before one is sampled, by the number of the row.
 DISTRIBUTIONS = Readout[Mapping[int, NDArray[np.float32]]](
-    "distributions", lambda request: request.sampling_params.wants_distributions, of_prompt=False
+    "distributions", lambda request: request.sampling_params.wants_distributions, reads="tokens"
 )
 # The log-probabilities of the tokens of prompts, and of more than MAX_LOGPROBS best ones. They are numbered over all
 # rows that want them.
-WIDE_SCORES = Readout[TopLogprobs]("wide_scores", lambda request: request.wants_wide_scores, of_prompt=True)
+WIDE_SCORES = Readout[TopLogprobs]("wide_scores", lambda request: request.wants_wide_scores, reads="prompts")
 # The hidden states of a chunk as one vector f32[E], by the number of the row: the last one, or the sum of all.
-POOLED = Readout[Mapping[int, NDArray[np.float32]]]("pooled", lambda request: request.is_pooled, of_prompt=True)
+POOLED = Readout[Mapping[int, NDArray[np.float32]]]("pooled", lambda request: request.is_pooled, reads="prompts")
 
-READOUTS: tuple[Readout[Any], ...] = (DISTRIBUTIONS, WIDE_SCORES, POOLED)
+# The experts that the tokens of a step have chosen, [T, layers, k].
+ROUTED = Readout[NDArray[np.unsignedinteger[Any]]]("routed", lambda request: request.tells_experts, reads="all")
+
+READOUTS: tuple[Readout[Any], ...] = (DISTRIBUTIONS, WIDE_SCORES, POOLED, ROUTED)
 
 
 def wide_tokens(plan: StepPlan) -> Ints:

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import BeamSearch, BeamSearchParams
 from jaxvllm.core.explanation import Trail
+from jaxvllm.core.lora import LoraAdapter, LoRARequest
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.side_input import SideInput
 from jaxvllm.core.token_constraint import GuardedConstraint
+from jaxvllm.core.weight_version import WeightStarts
 
 type TokenIds = NDArray[np.int32]
 
@@ -107,6 +109,7 @@ class GenerationRequest:
     session_id: str | None = None  # equal in the requests of a conversation, which session affinity keeps together
     wants_explanation: bool = False  # the last output of each completion tells what each step did for it
     pooling: Pooling | None = None  # nothing is generated: the output is a vector of the prompt
+    lora_request: LoRARequest | None = None  # the adapter that changes the model for it
 
     @property
     def is_prompt_only(self) -> bool:
@@ -139,6 +142,7 @@ class RequestOptions(TypedDict, total=False):
     session_id: str | None
     wants_explanation: bool
     pooling: Pooling | None
+    lora_request: LoRARequest | None
 
 
 @dataclass(frozen=True, order=True)
@@ -168,6 +172,8 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the output must not complete
     repetition: RepetitionDetector | None = None
     search: BeamSearch | None = None
+    tells_experts: bool = False  # the caller is told which experts each token has chosen
+    adapter: LoraAdapter | None = None
     output_token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     page_hashes: list[bytes] = field(default_factory=list)
     masks_commute: bool = True  # with what the engine does to all logits: see `guesses`
@@ -176,6 +182,9 @@ class Request:
     asked_for_pages: int | None = None  # how often it had been preempted when it was last asked for pages elsewhere
     num_unreported: int = 0  # the last of its output tokens that no update has reported: they were forced
     trail: Trail | None = None  # its steps so far; None: nobody wants them explained
+    weight_starts: WeightStarts = field(default_factory=list)
+    # Whether some of its KV is of weights that were replaced since, so that nobody else may have its pages.
+    has_old_pages: bool = False
     request_id: str = field(init=False)  # a field for speed: it is read twice for every token of a watched request
 
     def __post_init__(self) -> None:
@@ -217,7 +226,7 @@ class Request:
     def reads_prefix_cache(self) -> bool:
         """Whether the request may begin after pages that others have computed."""
         pooling = self.asked.pooling
-        if self.wants_scores or (pooling is not None and pooling.reads_all):
+        if self.wants_scores or self.tells_experts or (pooling is not None and pooling.reads_all):
             return False
         return not self.sampling_params.skip_reading_prefix_cache
 

@@ -14,7 +14,9 @@ from jaxvllm.core import step_outcome
 from jaxvllm.core.constrained_rows import ConstrainedRows
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.kv_cache import KVCache
+from jaxvllm.core.lora import LoraSlots
 from jaxvllm.core.page_loads import PageLoad, PageSave, PageSource
+from jaxvllm.core.pause import PauseState
 from jaxvllm.core.policy import Policy
 from jaxvllm.core.prefills import Opened, Prefills, StepPrompts
 from jaxvllm.core.request import FinishReason, Request
@@ -36,6 +38,7 @@ from jaxvllm.core.step_plan import (
 from jaxvllm.core.step_rows import Chunk, StepRows
 from jaxvllm.core.step_sizes import StepSizes
 from jaxvllm.core.waiting_queue import WaitingQueue
+from jaxvllm.core.weight_version import begin_version
 
 
 class Scheduler:
@@ -49,10 +52,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         source: PageSource | None = None,
         side_store: SideStore | None = None,
+        lora_slots: LoraSlots | None = None,
     ):
         """Begins without requests. `source` may have pages that the prefix cache does not have.
 
-        Without a `side_store` no prompt may have side inputs.
+        Without a `side_store` no prompt may have side inputs, and without `lora_slots` no request an adapter.
         """
         check_token_budget(max_num_batched_tokens, slots.num_slots)
         self.slots = slots
@@ -66,10 +70,12 @@ class Scheduler:
         self._constrained = ConstrainedRows(slots, may_guess=not cache.has_states)
         self._shared = SharedPages(slots, cache, source)
         self.side_store = SideStore(0) if side_store is None else side_store
-        parts = self._running, self._shared, self.side_store, self._constrained, self._beams
+        self.lora_slots = LoraSlots(0) if lora_slots is None else lora_slots
+        parts = self._running, self._shared, self.side_store, self._constrained, self._beams, self.lora_slots
         self._prefills = Prefills(slots, cache, policy, self.queue, *parts)
         self._may_leave_out = False  # rows that wait for masks, of the next step: they were in the last one
         self._failed: dict[str, Finished] = {}  # requests that have ended since the last update, by id
+        self._pause = PauseState.UNPAUSED
 
     @property
     def num_waiting(self) -> int:
@@ -96,7 +102,27 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue or self._running)
+        """Whether a step may compute something, now or when pages or outputs have come."""
+        match self._pause:
+            case PauseState.UNPAUSED:
+                return bool(self.queue or self._running)
+            case PauseState.PAUSED_NEW:
+                return bool(self._running) or self.queue.has_turns
+            case PauseState.PAUSED_ALL:
+                return False
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause
+
+    @pause_state.setter
+    def pause_state(self, state: PauseState) -> None:
+        """Pauses from the next `schedule` on. Requests that are added meanwhile wait; those that run keep their pages.
+
+        A request that was preempted has begun, so that it goes on under PAUSED_NEW.
+        """
+        self._pause = state
+        self.queue.hold(state is PauseState.PAUSED_NEW)
 
     def __contains__(self, request_id: str) -> bool:
         """Returns whether it has this request, waiting or running, or one whose end no update has told yet."""
@@ -163,6 +189,8 @@ class Scheduler:
         `room`, which may grow from call to call but not shrink, the step has no more tokens and rows than that, but for
         the beams of a search. So requests get slots only while there are rows for them.
         """
+        if self._pause is PauseState.PAUSED_ALL:
+            return None
         self._free_unseen()
         self._release_side_rows()
         most = self.max_num_batched_tokens if room is None else min(self.max_num_batched_tokens, room.num_tokens)
@@ -269,7 +297,14 @@ class Scheduler:
         finished = (*outcome.finished, *self._failed.values(), *searched)
         self._failed.clear()
         return StepUpdate(
-            outcome.num_new_tokens, outcome.started, outcome.emitted, finished, outcome.scored, outcome.pooled, forks
+            outcome.num_new_tokens,
+            outcome.started,
+            outcome.emitted,
+            finished,
+            outcome.scored,
+            outcome.pooled,
+            forks,
+            outcome.routed,
         )
 
     def _search(self, rows: SlotIds, at: SlotIds, output: StepOutput) -> tuple[tuple[Finished, ...], tuple[Fork, ...]]:
@@ -385,6 +420,21 @@ class Scheduler:
         while self._running:
             self._preempt_last()
 
+    # Weights that are replaced.
+
+    def keep_old_pages(self) -> None:
+        """Lets running requests go on with pages of weights that were replaced. Nobody else gets these pages."""
+        for slot in np.flatnonzero(self.slots.active).tolist():
+            self._shared.keep_old(slot)
+
+    def begin_version(self, name: str) -> None:
+        """Takes note that the outputs which updates bring in from now on are of weights of that name."""
+        for request in self.queue.requests:
+            begin_version(request.weight_starts, len(request.output_token_ids), name)
+        for slot, request in self.running():
+            num_outputs = int(self.slots.num_known[slot] - self.slots.num_prompt[slot])
+            begin_version(request.weight_starts, num_outputs, name)
+
     # Pages that come from elsewhere, and go there.
 
     @property
@@ -431,6 +481,7 @@ class Scheduler:
             request.output_token_ids = self.slots.outputs(slot)
             request.num_unreported = int(self.slots.num_unreported[slot])
         self._shared.register_computed(slot)
+        request.has_old_pages = False  # it computes all of them again, if it goes on
         self.side_store.release(slot)
         if beams is not None:  # all beams together: a preempted search starts again
             self._beams.close(beams)
@@ -438,6 +489,7 @@ class Scheduler:
             self.cache.release(slot)
             self.slots.vacate(slot)
         self._running.remove(request.request_id)
+        self.lora_slots.release(request.request_id)
         return request
 
     def running(self) -> Iterator[tuple[int, Request]]:
@@ -450,6 +502,9 @@ class Scheduler:
         self.cache.check_invariants(np.flatnonzero(self.slots.active).tolist())
         self._beams.check_invariants()
         self.side_store.check_invariants()
+        self.lora_slots.check_invariants()
+        using = {request.request_id for _, request in self.running() if request.adapter is not None}
+        assert using == self.lora_slots.held.keys(), "an adapter is held by others than those that run with it"
         self._running.check_invariants()
         self.queue.check_invariants()
         assert not any(request_id in self.queue for request_id in self._running), "a request waits and runs"

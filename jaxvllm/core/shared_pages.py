@@ -82,6 +82,11 @@ class SharedPages:
         self._computing.difference_update(hashes)
         self._offer(slot, first, hashes)
 
+    def keep_old(self, slot: int) -> None:
+        """Lets nobody else have the pages of `slot`, because the weights are replaced that computed them."""
+        self.leaving(slot)
+        self._tenant(slot).has_old_pages = True
+
     def leaving(self, slot: int) -> None:
         """Takes note that the tenant of `slot` computes nothing any more."""
         self._computing.difference_update(self._uncomputed(slot))
@@ -93,7 +98,8 @@ class SharedPages:
             self._saves.append(PageSave(self._tenant(slot), tuple(hashes), pages))
 
     def _uncomputed(self, slot: int) -> list[bytes]:
-        return self._tenant(slot).page_hashes[int(self._cache.num_registered[slot]) :]
+        tenant = self._tenant(slot)
+        return [] if tenant.has_old_pages else tenant.page_hashes[int(self._cache.num_registered[slot]) :]
 
     @property
     def num_saves(self) -> int:

@@ -48,7 +48,7 @@ class SlotTable:
         self.epoch = np.zeros(num_slots, np.int32)
         # What only some tenants have, and a slot without a tenant never. So a step looks at its rows only where `some`
         # slot has it.
-        traits = np.zeros((7 + len(READOUTS), num_slots), np.bool_)
+        traits = np.zeros((8 + len(READOUTS), num_slots), np.bool_)
         self.watched = traits[0]  # somebody wants each token as it comes
         self.wants_logprobs = traits[1]  # those that every step can yield
         self.is_constrained = traits[2]  # the host has a say in each token
@@ -56,6 +56,7 @@ class SlotTable:
         self.is_beam = traits[4]  # one of several that search for the same request
         self.is_undecided = traits[5]  # a beam whose next token the host has not chosen yet
         self.has_rules = traits[6]  # something in the parameters changes the logits
+        self.has_adapter = traits[7]
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.prefill_len = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
@@ -73,7 +74,7 @@ class SlotTable:
         of_tenants = (value for name, value in vars(self).items() if name != "epoch")
         self._values = tuple(value for value in of_tenants if isinstance(value, np.ndarray))
         self._traits = traits
-        self._readouts = traits[7:]  # of `READOUTS`, in order
+        self._readouts = traits[8:]  # of `READOUTS`, in order
         self._reserved: set[int] = set()  # neither free nor active
 
     @property
@@ -110,6 +111,7 @@ class SlotTable:
         self.watched[slot] = watched
         self.wants_logprobs[slot] = params.wants_logprobs and not params.wants_distributions
         self.has_rules[slot] = params.has_logit_rules
+        self.has_adapter[slot] = request.adapter is not None
         self._readouts[:, slot] = [readout.wants(request) for readout in READOUTS]
         self.is_constrained[slot] = request.constraint is not None
         self.detects_repetition[slot] = request.repetition is not None
@@ -161,7 +163,7 @@ class SlotTable:
         if not some(self._readouts):
             return False
         each = zip(READOUTS, self._readouts, strict=True)
-        return any(some(wants[slots]) for readout, wants in each if not readout.of_prompt)
+        return any(some(wants[slots]) for readout, wants in each if readout.reads != "prompts")
 
     def readouts(
         self, rows: SlotIds, are_prompts: NDArray[np.bool_], yield_tokens: NDArray[np.bool_]
@@ -169,8 +171,9 @@ class SlotTable:
         """Returns which rows of a step want each readout, bool[len(rows)], without those that no row wants."""
         if not some(self._readouts):
             return {}
+        are_read = {"prompts": are_prompts, "tokens": yield_tokens, "all": are_prompts | yield_tokens}
         wanted = {
-            readout.name: wants[rows] & (are_prompts if readout.of_prompt else yield_tokens)
+            readout.name: wants[rows] & are_read[readout.reads]
             for readout, wants in zip(READOUTS, self._readouts, strict=True)
             if some(wants)
         }

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
 from jaxvllm.core.constrained_rows import ConstrainedRows
-from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.running_searches import RunningSearch
 from jaxvllm.core.slots import SlotIds, SlotTable, some
-from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Scored, StepOutput, StepPlan
+from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Routed, Scored, StepOutput, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +27,7 @@ class StepOutcome:
     finished: tuple[Finished, ...]  # their slots are still theirs
     scored: tuple[Scored, ...]
     pooled: tuple[Pooled, ...]
+    routed: tuple[Routed, ...]
 
 
 def bring_in(
@@ -41,6 +42,7 @@ def bring_in(
     is_present = slots.epoch[of_rows] == plan.epochs
     of_prompts = tuple(scored(slots, plan, is_present)) if plan.scores_prompts else ()
     of_pools = tuple(pooled(slots, plan, is_present)) if POOLED.name in plan.readouts else ()
+    of_experts = tuple(routed(slots, plan, is_present)) if ROUTED.name in plan.readouts else ()
     rows = (is_present & plan.samples).nonzero()[0]
     at = of_rows[rows]
     tokens, counts = output.tokens[rows], output.counts[rows]  # copies
@@ -84,7 +86,7 @@ def bring_in(
     ]
     finished += [end for index, end in refused.items() if not (ends | repeats)[index]]
     num_new = int(counts.sum() + num_forced.sum())
-    return StepOutcome(rows, at, num_new, started, reported, tuple(finished), of_prompts, of_pools)
+    return StepOutcome(rows, at, num_new, started, reported, tuple(finished), of_prompts, of_pools, of_experts)
 
 
 def scored(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
@@ -105,6 +107,14 @@ def pooled(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> I
     """Yields the rows of `plan` that are pooled and whose tenants are still there, bool[R]."""
     for row in np.flatnonzero(is_present & plan.readouts[POOLED.name]).tolist():
         yield Pooled(slots.tenant(plan.slots[row]), int(plan.starts[row]), row)
+
+
+def routed(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Routed]:
+    """Yields the rows of `plan` whose experts are told and whose tenants are still there, bool[R]."""
+    ends = np.cumsum(plan.lengths)
+    for row in np.flatnonzero(is_present & plan.readouts[ROUTED.name]).tolist():
+        rows = slice(int(ends[row] - plan.lengths[row]), int(ends[row]))
+        yield Routed(slots.tenant(plan.slots[row]), int(plan.starts[row]), rows)
 
 
 def cut_repetitions(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Beam
+from jaxvllm.core.lora import NO_ADAPTER
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.side_store import SideRows
 
@@ -63,6 +64,8 @@ class Admission:
     pages: Ints  # i32[groups, columns]: its page tables; trash where it needs no page, or none yet
     num_cached: int = 0  # leading tokens whose KV the pages hold already
     side_rows: tuple[SideRows, ...] = ()  # rows of the side store that are to be filled for it
+    adapter_slot: int = NO_ADAPTER
+    brings_adapter: bool = False  # whether that slot is to be filled with the request's adapter first
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class StepPlan:
     next_tokens: Ints  # i32[R]
     wants_logprobs: bool  # whether any row does
     has_logit_rules: bool = True  # whether any row has some
+    has_adapters: bool = False  # whether any row has one
     row_tokens: int = 1  # the most that a row yields; more than 1 only where all rows decode
     num_drafts: int = 0  # of a row in each decode step
     is_blind: bool = False  # whether what guesses tokens need not see the step
@@ -262,6 +266,15 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """Tokens of a request from position `start` on, whose experts are the `rows` of the report."""
+
+    request: Request
+    start: int
+    rows: slice
+
+
+@dataclass(frozen=True)
 class StepUpdate:
     """The consequences of an output.
 
@@ -275,3 +288,4 @@ class StepUpdate:
     scored: tuple[Scored, ...] = ()
     pooled: tuple[Pooled, ...] = ()
     forks: tuple[Fork, ...] = ()  # to be done before the next step, in this order
+    routed: tuple[Routed, ...] = ()

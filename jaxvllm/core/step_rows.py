@@ -80,6 +80,7 @@ class StepRows:
             next_tokens=next_tokens,
             wants_logprobs=some(slots.wants_logprobs) and some(slots.wants_logprobs[rows]),
             has_logit_rules=some(slots.has_rules) and some(slots.has_rules[rows]),
+            has_adapters=some(slots.has_adapter) and some(slots.has_adapter[rows]),
             row_tokens=self.row_tokens,
             num_drafts=self.num_drafts,
             masked=constrained.masked(rows, num_decode, max_new),

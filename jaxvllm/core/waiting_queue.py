@@ -1,7 +1,7 @@
 """The queue of requests that wait for a slot and pages, in the order in which they run."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +21,16 @@ class Queued:
 class WaitingQueue:
     """Requests that wait, by their keys. One that has ended while it waited is skipped when its turn comes.
 
-    A request whose pages are being loaded waits too, beside the queue: it is `set_aside`, and `brought_back`.
+    A request whose pages are being loaded waits too, beside the queue: it is `set_aside`, and `brought_back`. While the
+    queue `holds` new requests, only those have a turn that have run before.
     """
 
     def __init__(self) -> None:
         self._heap: list[Queued] = []  # keys are unique
         self._waiting: dict[str, Request] = {}
         self._aside: dict[str, Queued] = {}  # by id
+        self._holds = False
+        self._held: list[Queued] = []  # those that have no turn
         self.num_tokens = 0  # of all requests that wait
 
     def __len__(self) -> int:
@@ -43,6 +46,11 @@ class WaitingQueue:
         """Yields the requests that wait in the queue itself, in no order but that the first is the next."""
         return (one.request for one in self._heap if self._is_open(one))
 
+    @property
+    def requests(self) -> Iterable[Request]:
+        """All requests that wait, those beside the queue too."""
+        return self._waiting.values()
+
     def push(self, request: Request, watched: bool) -> None:
         """Queues a request. Tokens with which its constraint begins are known from now on."""
         if forced := request.forced(request.limit - request.num_tokens - 1):
@@ -52,7 +60,20 @@ class WaitingQueue:
             request.num_unreported += len(forced)
         self._waiting[request.request_id] = request
         self.num_tokens += request.num_tokens
-        heapq.heappush(self._heap, Queued(request.key, request, watched))
+        self.put_back(Queued(request.key, request, watched))
+
+    def hold(self, holds: bool) -> None:
+        """Holds requests that have never run, or, with False, gives all of them their turns again."""
+        self._holds = holds
+        entries = [one for one in (*self._heap, *self._held) if self._is_open(one)]
+        self._heap, self._held = [], []
+        for one in entries:
+            self.put_back(one)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a request waits that is not held."""
+        return bool(self._aside) or self.next is not None
 
     @property
     def next(self) -> Queued | None:
@@ -67,7 +88,10 @@ class WaitingQueue:
 
     def put_back(self, queued: Queued) -> None:
         """Puts back a request that was popped."""
-        heapq.heappush(self._heap, queued)
+        if self._holds and not queued.request.num_preemptions:
+            self._held.append(queued)
+        else:
+            heapq.heappush(self._heap, queued)
 
     def set_aside(self, queued: Queued) -> None:
         """Lets a request that was popped wait beside the queue."""
@@ -101,7 +125,8 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Asserts that the queue agrees with itself. For tests."""
-        queued = {one.request.request_id for one in self._heap} | self._aside.keys()
+        queued = {one.request.request_id for one in (*self._heap, *self._held)} | self._aside.keys()
+        assert self._holds or not self._held, "a request is held, and the queue holds none"
         assert self._aside.keys() <= self._waiting.keys(), "a request that has ended is loaded"
         tokens = sum(request.num_tokens for request in self._waiting.values())
         assert self.num_tokens == tokens, "the tokens that wait are miscounted"

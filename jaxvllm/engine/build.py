@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.kv_events import KVEventLog
+from jaxvllm.core.lora import LoraAdapter, LoraSlots
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
@@ -29,13 +30,17 @@ from jaxvllm.engine.pooling import read_pooler
 from jaxvllm.engine.resolved_config import ResolvedConfig
 from jaxvllm.engine.startup import StartupClock
 from jaxvllm.grammar.request_constraints import RequestConstraints
-from jaxvllm.kv_transfer.connector import KVConnector
 from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.kv_transfer.versioned_connector import VersionedConnector
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.families import find_family
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.params import Params
+from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -47,6 +52,7 @@ from jaxvllm.runtime.lockstep import Lockstep
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.memory import check_chosen_pages, claim_gpu_memory, free_bytes, pages_that_fit
 from jaxvllm.runtime.multihost.leader import Leader
+from jaxvllm.runtime.multihost.shared_reader import SharedReader
 from jaxvllm.runtime.plan_runner import PlanRunner
 from jaxvllm.runtime.program_cache import use_persistent_cache
 from jaxvllm.runtime.proposers import Proposer
@@ -78,11 +84,13 @@ class EngineParts:
     # What has weights, pages and programs: these runners themselves, or the one that replicas in lockstep share.
     holders: tuple[Runner, ...]
     lockstep: Lockstep | None  # of replicas that share experts; None: each computes its steps alone
-    connector: KVConnector | None  # of all replicas; None: their pages stay where they are
+    connector: VersionedConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
-    # Returns weights for every replica, of arrays by their names in a checkpoint. Raises ValueError for others than the
-    # model has.
-    read_weights: Callable[[Mapping[str, Any] | Path], list[Params]]
+    read_adapter: Callable[[Path, str], LoraAdapter] | None  # of a directory, with its name; None: there is no room
+    # Returns weights for every replica, of arrays by their names in a checkpoint, or of the directory of one. With
+    # weights for every replica, the arrays are a part, and the others are these. Raises ValueError for arrays that the
+    # model has not.
+    read_weights: Callable[[Mapping[str, Any] | Path, Sequence[Params] | None], list[Params]]
     # How pages travel. It waits until all weights were read to name them. Raises NotImplementedError where none can.
     page_format: Callable[[], PageFormat]
     spec: ModelSpec
@@ -143,6 +151,8 @@ def build(
         else:
             logger.warning("keys and values stay in the model's dtype: the checkpoint's scheme %r is not known", scheme)
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
+    lora = _lora_arrays(config, resolved, forms)
+    served = spec if lora is None else lora.spec  # with room for adapters
     speculation = config.drafting
     of_draft = resolved.draft_forms(backend, meshes[0].size)
     drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
@@ -174,24 +184,39 @@ def build(
         for params, mesh in zip(replicas, meshes, strict=True):
             if drafting is not None and (draft := drafting.place(mesh)) is not None:
                 params[DRAFT] = draft
+            if lora is not None:
+                params[LORA] = lora.empty(mesh)
     max_logprobs = spec.vocab_size if config.max_logprobs == -1 else config.max_logprobs
     pooler = read_pooler(config.pooler, resolved.hf_config, spec, directory)
-    sampling = SamplerOptions(config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN")
+    tells_experts = config.enable_return_routed_experts
+    sampling = SamplerOptions(
+        config.logprobs_mode, logits_processors, max_logprobs, pooler.kind == "MEAN", tells_experts
+    )
     # All weights are there before the room beside them is measured, and all replicas get as many pages.
     with clock.phase("memory"):
         compiler = partial(StepCompiler, sampling=sampling, make=programs.make, proposer=proposer)
-        room = _num_pages(config, resolved, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
+        room = _num_pages(config, served, smallest, replicas[0], ladder.largest, backend, meshes, compiler)
         num_pages = hosts.least(room)
     shape = smallest.with_pages(num_pages)
 
-    connector: KVConnector | None = None
+    connector: VersionedConnector | None = None
     traffic: tuple[PageTraffic | None, ...] = (None,) * config.mesh_shape.data
+
+    def read_weights(given: Mapping[str, Any] | Path, kept: Sequence[Params] | None = None) -> list[Params]:
+        if isinstance(given, Path):
+            return _load(replace(config, load_format="auto"), given, resolved, meshes, held)
+        if kept is not None and config.eplb is not None:
+            raise NotImplementedError("with enable_eplb experts have moved: give all weights, not a part of them")
+        return _load(config, directory, resolved, meshes, held, given, kept)
+
+    shared_reader = SharedReader(hosts, lambda path: read_weights(path)[0]) if hosts.count > 1 else None
 
     def make_runner(params: Params, mesh: Mesh) -> Runner:
         # Where all is compiled before the first request, there are no steps to yield to: beside four
         # busy processes on two cores a thread that yields got 0.5% of a core, and one that does not 15%.
         yields = config.warm_up == "background"
-        return Runner(params, spec, shape, ladder, backend, mesh, leader, yields, sampling, programs.make, proposer)
+        others = (leader, yields, sampling, programs.make, proposer, shared_reader)
+        return Runner(params, served, shape, ladder, backend, mesh, *others)
 
     with clock.phase("programs"):
         holders = _make_all(make_runner, replicas, meshes)
@@ -216,7 +241,8 @@ def build(
     if config.kv_transfer is not None:
         is_named = config.kv_transfer.leaves_engine
         form = page_form() if is_named else page_format("", spec, shape, backend, meshes[0])
-        connector = make_connector(config.kv_transfer, form, holders[0].page_like, config.data_parallel_rank)
+        rank = config.data_parallel_rank
+        connector = VersionedConnector(make_connector(config.kv_transfer, form, holders[0].page_like, rank))
         if config.kv_transfer.stays_on_devices:
             moves: list[PageMoves] = [DeviceMoves(holder, form) for holder in holders]
         else:
@@ -232,11 +258,6 @@ def build(
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", holders[0].memory_use().table())
 
-    def read_weights(given: Mapping[str, Any] | Path) -> list[Params]:
-        if isinstance(given, Path):
-            return _load(replace(config, load_format="auto"), given, resolved, meshes, held)
-        return _load(config, directory, resolved, meshes, held, given)
-
     def make_scheduler(events: KVEventLog | None) -> Scheduler:
         cache = KVCache(
             shape.group_sizes(spec),
@@ -249,7 +270,13 @@ def build(
         )
         slots = SlotTable(seqs, resolved.max_model_len)
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
-        return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store)
+        lora_slots = LoraSlots(served.num_lora_slots)
+        return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store, lora_slots)
+
+    def read_adapter(directory: Path, name: str) -> LoraAdapter:
+        assert lora is not None, "there is no room for adapters"
+        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype)
+        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules))
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
@@ -264,6 +291,7 @@ def build(
         lockstep=lockstep,
         connector=connector,
         traffic=traffic,
+        read_adapter=None if lora is None else read_adapter,
         read_weights=read_weights,
         page_format=page_form,
         spec=spec,
@@ -314,8 +342,12 @@ def _load(
     meshes: Sequence[Mesh],
     forms: Forms,
     tensors: Mapping[str, Any] | None = None,
+    kept: Sequence[Params] | None = None,
 ) -> list[Params]:
-    """Returns the weights on each of `meshes`: read once, from `directory` or `tensors`, and copied between devices."""
+    """Returns the weights on each of `meshes`: read once, from `directory` or `tensors`, and copied between devices.
+
+    Arrays of the weights that are `kept`, an entry for each mesh, are used as they are where no tensor replaces them.
+    """
     params = checkpoint.load(
         directory,
         resolved.spec,
@@ -328,13 +360,33 @@ def _load(
         tensors=tensors,
         forms=forms,
         needs_kv_scales=resolved.kv_quantization is not None and resolved.kv_quantization.needs_scales,
+        kept=None if kept is None else kept[0],
     )
 
     def copied(mesh: Mesh) -> Params:
         copy: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
         return copy
 
+    def changed(mesh: Mesh, own: Params) -> Params:
+        def array(new: Any, first: Any, old: Any) -> Any:
+            return old if new is first else jax.device_put(new, NamedSharding(mesh, new.sharding.spec))
+
+        assert kept is not None, "a part is replaced"
+        of_mesh: Params = jax.tree.map(array, params, kept[0], own)
+        return of_mesh
+
+    if kept is not None:
+        return [params, *map(changed, meshes[1:], kept[1:])]
     return [params, *map(copied, meshes[1:])]
+
+
+def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -> LoraArrays | None:
+    """Makes room for adapters, if the user wants any."""
+    if not config.enable_lora:
+        return None
+    places = config.mesh_shape.model, resolved.layout, resolved.dtype
+    family = find_family(resolved.hf_config)
+    return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
 
 
 def bucket_ladder(
@@ -354,6 +406,7 @@ def bucket_ladder(
         width=1 if config.shares_experts else config.max_decode_burst,
         drafts=_draft_room(config, step_overhead(on_cpu=platform == "cpu"), proposer),
         begins_plain=begins_plain,
+        has_lora=config.enable_lora,
     )
 
 
@@ -380,7 +433,7 @@ def _draft_room(config: EngineConfig, overhead: int, proposer: Proposer | None) 
 
 def _num_pages(
     config: EngineConfig,
-    resolved: ResolvedConfig,
+    spec: ModelSpec,
     smallest: CacheShape,
     params: Params,
     largest: Bucket,
@@ -392,7 +445,7 @@ def _num_pages(
 
     On an accelerator XLA tells what the largest step needs; a host pages.
     """
-    spread = Spread.on(resolved.spec, meshes[0])
+    spread = Spread.on(spec, meshes[0])
     devices = [device for mesh in meshes for device in mesh.local_devices]
 
     def pool_bytes(num_pages: int) -> int:
@@ -405,10 +458,10 @@ def _num_pages(
     if devices[0].platform == "cpu":
         room //= len(devices)  # they are all this host
     else:
-        pages = smallest.pages(resolved.spec, backend, meshes[0])
-        room -= compiler(params, pages, resolved.spec, smallest, backend, meshes[0]).compile(largest).step_bytes
-    room -= state_bytes(smallest.sizes(resolved.spec))
-    return pages_that_fit(room, pool_bytes, smallest.useful_pages(resolved.spec))
+        pages = smallest.pages(spec, backend, meshes[0])
+        room -= compiler(params, pages, spec, smallest, backend, meshes[0]).compile(largest).step_bytes
+    room -= state_bytes(smallest.sizes(spec))
+    return pages_that_fit(room, pool_bytes, smallest.useful_pages(spec))
 
 
 def _eos_token_ids(config: EngineConfig, directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

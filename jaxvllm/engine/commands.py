@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from jaxvllm.core.lora import LoRARequest
+from jaxvllm.core.pause import PauseMode
+from jaxvllm.core.weight_version import KVChange
+from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.page_view import PoolView
 
 if TYPE_CHECKING:
@@ -77,25 +81,171 @@ class ResetPrefixCache(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
-class UpdateWeights(EngineCommand[bool], frozen=True):
+class UpdateWeights(EngineCommand[str], frozen=True):
     """Replaces the weights by those of a directory on the engine's host: see `Engine.update_weights`.
 
     Each engine replaces all of them or none. Where several do, some may succeed and others not, and the error says so.
+    The answer is the name of the version.
     """
 
     directory: str
+    version: str | None = None
+    kv: KVChange = "drop"
 
-    answers: ClassVar[type] = bool
+    answers: ClassVar[type] = str
     forgets_prefixes: ClassVar[bool] = True
     lasts: ClassVar[bool] = True
     takes_long: ClassVar[bool] = True
 
+    def run(self, engine: "Engine") -> str:
+        return engine.update_weights(Path(self.directory), self.version, self.kv)
+
+    def joined(self, answers: Sequence[str]) -> str:
+        return answers[0]
+
+
+class ShowWeightVersions(EngineCommand[list[str]], frozen=True):
+    """Asks each engine for the name of its weights."""
+
+    answers: ClassVar[type] = list[str]
+
+    def run(self, engine: "Engine") -> list[str]:
+        return [engine.weight_version.name]
+
+    def joined(self, answers: Sequence[list[str]]) -> list[str]:
+        return [*chain.from_iterable(answers)]
+
+
+class EngineRest(msgspec.Struct, frozen=True):
+    """Whether an engine is paused, and what it has given back meanwhile."""
+
+    is_paused: bool
+    is_settled: bool  # whether it is paused, and everything about steps so far has been told
+    sleeping: tuple[SleepTag, ...]
+
+
+class ShowRest(EngineCommand[EngineRest], frozen=True):
+    """Asks whether engines are paused, and what of them sleeps."""
+
+    answers: ClassVar[type] = EngineRest
+
+    def run(self, engine: "Engine") -> EngineRest:
+        return EngineRest(engine.is_paused, engine.is_settled, engine.sleeping)
+
+    def joined(self, answers: Sequence[EngineRest]) -> EngineRest:
+        is_paused, is_settled = (all(getattr(one, name) for one in answers) for name in ("is_paused", "is_settled"))
+        return EngineRest(is_paused, is_settled, tuple(dict.fromkeys(chain.from_iterable(a.sleeping for a in answers))))
+
+
+class SetPause(EngineCommand[bool], frozen=True):
+    """Pauses engines, or with None lets them compute again: see `Engine.pause` and `Engine.resume`."""
+
+    mode: PauseMode | None
+
+    answers: ClassVar[type] = bool
+    lasts: ClassVar[bool] = True
+
     def run(self, engine: "Engine") -> bool:
-        engine.update_weights(Path(self.directory))
+        if self.mode is None:
+            engine.resume()
+        else:
+            engine.pause(self.mode)
         return True
 
     def joined(self, answers: Sequence[bool]) -> bool:
         return all(answers)
 
 
-type AnyCommand = ShowPages | ShowExpertLoads | ResetPrefixCache | UpdateWeights
+class PutToSleep(EngineCommand[bool], frozen=True):
+    """Makes engines give back memory: see `Engine.sleep`. They are paused."""
+
+    level: int
+
+    answers: ClassVar[type] = bool
+    forgets_prefixes: ClassVar[bool] = True
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.sleep(self.level)
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class ReleaseKV(EngineCommand[bool], frozen=True):
+    """Makes engines free the memory of KV pages: see `Engine.release_kv`. They are paused."""
+
+    answers: ClassVar[type] = bool
+    forgets_prefixes: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.release_kv()
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class WakeUp(EngineCommand[bool], frozen=True):
+    """Brings back what sleeps, and answers whether nothing sleeps any more: see `Engine.wake_up`."""
+
+    tags: tuple[SleepTag, ...] | None = None
+
+    answers: ClassVar[type] = bool
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        return engine.wake_up(self.tags)
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class LoadAdapter(EngineCommand[bool], frozen=True):
+    """Reads an adapter into host memory, so that what is wrong with it is told before requests name it."""
+
+    name: str
+    number: int
+    path: str
+
+    answers: ClassVar[type] = bool
+    takes_long: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.load_adapter(LoRARequest(self.name, self.number, self.path))
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+class UnloadAdapter(EngineCommand[bool], frozen=True):
+    """Forgets an adapter, but for requests that have it. No later one has its number."""
+
+    number: int
+
+    answers: ClassVar[type] = bool
+
+    def run(self, engine: "Engine") -> bool:
+        engine.unload_adapter(self.number)
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
+type AnyCommand = (
+    ShowPages
+    | ShowExpertLoads
+    | ShowWeightVersions
+    | ResetPrefixCache
+    | UpdateWeights
+    | ShowRest
+    | SetPause
+    | PutToSleep
+    | ReleaseKV
+    | WakeUp
+    | LoadAdapter
+    | UnloadAdapter
+)

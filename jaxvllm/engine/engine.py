@@ -3,12 +3,13 @@
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +18,24 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
+from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
+from jaxvllm.core.pause import PauseMode, PauseState
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.token_constraint import GuardedConstraint
+from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
+from jaxvllm.engine.engine_sleep import SLEEP_LEVELS, EngineSleep, SleepTag
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
+from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.multihost import lead
-from jaxvllm.engine.new_weights import new_weights
+from jaxvllm.engine.new_weights import WeightSource, new_weights
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
@@ -42,7 +48,9 @@ from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.kv_transfer.page_format import PageFormat
+from jaxvllm.models.attention import KV_SCALES
 from jaxvllm.models.experts import num_experts
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
@@ -87,11 +95,15 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self.pooler = parts.pooler
+        self._has_kv_scales = any(KV_SCALES in layer.declare() for layer in parts.spec.layers)
         self._connector = parts.connector
         self._page_format = parts.page_format
         self.holders = parts.holders  # of weights, pages and programs
         self._read_weights = parts.read_weights
-        self._has_first_weights = True  # which are those that `_page_format` names
+        self.weight_version = WeightVersion()
+        self._loras = None
+        if parts.read_adapter is not None:
+            self._loras = LoraStore(parts.read_adapter, config.max_cpu_loras or config.max_loras)
         self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
         self._balancers: tuple[ExpertBalancer, ...] = ()
         if config.eplb is not None:
@@ -110,6 +122,8 @@ class Engine:
         self._rounds = None
         if parts.lockstep is not None:
             self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._balancers)
+        self._sleep = EngineSleep(self.replicas, self.holders, self._meters)
+        self._early: list[RequestOutput] = []  # outputs that the next step returns
         self.outputs = self._make_outputs()
         self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
         self.eos_token_ids = parts.eos_token_ids
@@ -136,7 +150,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return any(replica.has_work for replica in self.replicas)
+        """Whether `step` has something to do. While the engine is paused, requests may wait without such work."""
+        return bool(self._early) or any(replica.has_work for replica in self.replicas)
 
     def check(
         self,
@@ -159,7 +174,25 @@ class Engine:
         self._bad_words(request)
         self.check_fits(request)
         self._grammar(request)
+        self._adapter(request)
         return request
+
+    def load_adapter(self, request: LoRARequest) -> None:
+        """Reads an adapter into host memory, unless it is there. Raises ValueError for a wrong one, as `check` does."""
+        if self._loras is None:
+            raise ValueError("adapters need an engine that has room for them: set enable_lora")
+        self._loras.get(request)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter in host memory, if it is there. Requests that have it go on."""
+        if self._loras is not None:
+            self._loras.forget(number)
+
+    def _adapter(self, request: GenerationRequest) -> LoraAdapter | None:
+        """Returns the adapter of a request that was checked, if it has one. Raises ValueError for a wrong one."""
+        if request.lora_request is None or self._loras is None:
+            return None
+        return self._loras.get(request.lora_request)
 
     def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
         """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
@@ -212,8 +245,8 @@ class Engine:
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        bad_words = self._bad_words(request)
-        queued = [self._queued(sequence, grammar, bad_words) for sequence in sequences]
+        bad_words, adapter = self._bad_words(request), self._adapter(request)
+        queued = [self._queued(sequence, grammar, bad_words, adapter) for sequence in sequences]
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         try:
             self._queue(request, queued, self._router.choose(queued[0]))
@@ -239,8 +272,9 @@ class Engine:
         not computed. Raises RuntimeError after `close`.
         """
         self._ready()
+        early, self._early = self._early, []
         with self._reset_if_it_breaks_off():
-            return self._step()
+            return [*early, *self._step()]
 
     @contextmanager
     def _reset_if_it_breaks_off(self) -> Iterator[None]:
@@ -307,10 +341,13 @@ class Engine:
         """
         self._ready()
         form = self._moving_format()
-        model = form.fingerprint  # it may have to wait for the name, or fail: nothing has ended yet
+        # It may have to wait for the name, or fail: nothing has ended yet.
+        model = self.weight_version.mark(form.fingerprint)
         if request_id not in self.outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = self.outputs.request(request_id)
+        if request.lora_request is not None:
+            raise NotImplementedError("requests with an adapter cannot move to another engine yet")
         open_ids = self.outputs.children(request_id)
         [replica] = [one for one in self.replicas if open_ids[0] in one.scheduler]
         left = {name: replica.scheduler.finish(name) for name in open_ids}
@@ -331,9 +368,14 @@ class Engine:
         Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
         """
         self._ready()
+        if self.sleeping:
+            raise ValueError("an engine that sleeps has no pages for a request that moves to it: call wake_up first")
         form = self._moving_format()
-        if exported.model != form.fingerprint:
-            raise ValueError("the request was exported by an engine with another model, dtype or page: use one like it")
+        if exported.model != self.weight_version.mark(form.fingerprint):
+            raise ValueError(
+                "the request was exported by an engine with another model, dtype, page or version of the weights: use "
+                "one like it"
+            )
         request = exported.request
         self._rules.check(request)
         self.check_fits(request)
@@ -342,7 +384,8 @@ class Engine:
         exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
         bad_words = self._bad_words(request)
         queued = [
-            self._queued(sequences[index], grammar, bad_words, state) for index, state in exported.sequences.items()
+            self._queued(sequences[index], grammar, bad_words, None, state)
+            for index, state in exported.sequences.items()
         ]
         scheduler = self._router.choose(queued[0])
         [replica] = [one for one in self.replicas if one.scheduler is scheduler]
@@ -359,8 +402,13 @@ class Engine:
 
     def _moving_format(self) -> PageFormat:
         """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
-        if not self._has_first_weights:
-            raise NotImplementedError("requests of an engine whose weights were replaced cannot move to another one")
+        if self.config.enable_return_routed_experts:
+            raise NotImplementedError("the experts of tokens do not move with a request: leave the option out")
+        if not self.weight_version.is_shared:
+            raise NotImplementedError(
+                "requests of an engine whose weights were replaced cannot move to another one: update with a version, "
+                "which says for both engines which weights they have"
+            )
         return self._page_format()
 
     def startup(self) -> StartupReport:
@@ -401,7 +449,16 @@ class Engine:
             num_expert_placements=sum(balancer.num_placements for balancer in self._balancers),
             mean_expert_load=round(sum(balancer.mean_load for balancer in self._balancers)),
             most_expert_load=round(sum(balancer.most_load for balancer in self._balancers)),
+            **({} if self._loras is None else self._adapter_stats()),
         )
+
+    def _adapter_stats(self) -> dict[str, Any]:
+        schedulers = [replica.scheduler for replica in self.replicas]
+        return {
+            "max_loras": self.config.max_loras,
+            "running_adapters": _names(one for scheduler in schedulers for one in scheduler.lora_slots.held.values()),
+            "waiting_adapters": _names(one.adapter for scheduler in schedulers for one in scheduler.queue),
+        }
 
     def expert_loads(self) -> dict[int, NDArray[np.int64]]:
         """Returns how many tokens have chosen each expert since the start, i64[experts], by the number of the layer.
@@ -412,8 +469,9 @@ class Engine:
         if not self._meters:
             raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
         self._ready()
-        for meter in self._meters:
-            meter.take()
+        if "kv_cache" not in self.sleeping:  # which has taken the loads with it
+            for meter in self._meters:
+                meter.take()
         for meter in self._meters:
             meter.read()
         total = np.sum([meter.total for meter in self._meters], axis=0)
@@ -442,32 +500,159 @@ class Engine:
 
     @property
     def weights(self) -> Params:
-        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays."""
-        return self.holders[0].params
+        """The parameters of the first replica as they are on its devices: nested dicts and lists of arrays.
 
-    def update_weights(self, weights: Mapping[str, Any] | Path) -> None:
-        """Replaces the weights between two steps. Nothing is compiled, and either all are replaced or none.
+        Raises ValueError while they sleep.
+        """
+        if "weights" in self.sleeping:
+            raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
+        return {name: value for name, value in self.holders[0].params.items() if name != LORA}
 
-        `weights` are arrays by their names in a checkpoint, a tree like `Engine.weights`, whose arrays are used as
-        they are where they are in place, or the directory of a checkpoint of this model. The whole model must fit a
-        second time. Cached prefixes are forgotten, and requests that run compute all their tokens again. With
-        `enable_eplb` the arrays of experts in a tree are gone as soon as experts move.
+    def update_weights(
+        self, source: WeightSource, version: str | None = None, kv: KVChange = "drop", partial: bool = False
+    ) -> str:
+        """Replaces the weights between two steps, and returns the name of the new ones.
+
+        Nothing is compiled, but for stacks of layers that a part changes. Either all are replaced or none: after an
+        error the engine goes on with those before, and so do requests that run. Steps that were dispatched compute with
+        those before. The whole model must fit a second time, unless it is a tree whose arrays are in place.
+
+        source: a tree like `Engine.weights`, whose arrays are used as they are where they are in place, something
+            that `HoldsWeights`, arrays by their names in a checkpoint, which come into the forms that the engine
+            has, or the directory of a checkpoint of this model. Where several processes have devices of the engine,
+            only a directory, which each of them reads
+        version: what outputs and other engines call them. Pages of keys and values are exchanged only between engines
+            whose weights have the same version. None stands for the number of the update, and then with nobody
+        kv: with `drop`, requests that run compute all their tokens again. With `keep` they go on with the keys and
+            values that they have, which no other request gets. Either way cached prefixes are forgotten
+        partial: arrays that are not given stay as they are
+
+        With `enable_eplb` the arrays of experts in a tree are gone as soon as experts move. Drafts stay, but where a
+        tree has some.
         Raises ValueError for weights that are missing, unexpected, or of another shape or dtype, and
-        NotImplementedError where KV pages leave the engine, whose name says with which weights they were computed.
+        NotImplementedError for what this engine cannot do.
         """
         self._ready()
-        transfer = self.config.kv_transfer
-        if transfer is not None and transfer.leaves_engine:
+        new_version = self.weight_version.after(version)
+        check_kv_change(kv)
+        if kv == "keep" and self._has_kv_scales:
+            raise NotImplementedError("keys and values have scales among the weights here, so they go with these: drop")
+        if self.config.has_others:
+            if not isinstance(source, Path) or partial:
+                raise NotImplementedError(
+                    "weights on devices of several processes are replaced by those of a directory, which each of them "
+                    "reads: write a checkpoint where all hosts find it"
+                )
+            for holder in self.holders:
+                holder.read_params(source)
+        else:
+            new = new_weights(source, [holder.params for holder in self.holders], self._read_weights, partial)
+            for holder, params in zip(self.holders, new, strict=True):
+                holder.replace_params(params)
+        with self._reset_if_it_breaks_off():
+            for balancer in self._balancers:
+                balancer.place_all()
+            self.weight_version = new_version
+            for replica in self.replicas:
+                replica.begin_version(new_version, keeps_pages=kv == "keep")
+            if self._connector is not None:  # and no page of the weights before is on its way
+                self._connector.version = new_version
+        return new_version.name
+
+    # Pauses, and memory that is given back.
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests that come now wait until `resume`."""
+        return self._sleep.is_paused
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the engine is paused, no step is under way, and everything about steps so far has been told."""
+        return self.is_paused and not self.has_work
+
+    @property
+    def sleeping(self) -> tuple[SleepTag, ...]:
+        """What is not on the devices, of `weights` and `kv_cache`."""
+        return self._sleep.sleeping
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stops computing requests until `resume`; what comes meanwhile waits. Steps that were dispatched end.
+
+        abort: all requests end now, with the tokens that they have; the next `step` returns their outputs.
+        wait: requests that have begun are computed to their ends.
+        keep: all requests stay where they are, with their pages, and go on after `resume`.
+        A caller calls `step` while `has_work`, or `settle`; then the pause is complete. A second one replaces it.
+        """
+        self._ready()
+        state = PauseState.of(mode)
+        if mode == "abort":
+            self._early += filter(None, map(self.abort, self.outputs.request_ids))
+        self._sleep.pause(state)
+
+    def settle(self) -> None:
+        """Takes the steps after which a pause is complete. The next `step` returns the outputs of all of them.
+
+        An exception drops all requests, as one in a step does.
+        """
+        with self._reset_if_it_breaks_off():
+            while self.is_paused and any(replica.has_work for replica in self.replicas):
+                self._early += self._step()
+
+    def resume(self) -> None:
+        """Computes requests again. Raises ValueError while weights or pages are not on the devices."""
+        self._ready()
+        self._sleep.resume()
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages until `wake_up`. Cached prefixes are forgotten, and so is the KV of requests.
+
+        Requests that a pause has kept compute all their tokens again afterwards. Raises ValueError unless the engine is
+        paused and settled, and NotImplementedError where KV pages go elsewhere, too.
+        """
+        self._check_rest()
+        if self._connector is not None:
             raise NotImplementedError(
-                f"kv_connector {transfer.kv_connector} keeps pages of other weights: update weights without it"
+                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
+                "level 0, or leave kv_transfer_config out"
             )
-        new = new_weights(weights, [holder.params for holder in self.holders], self._read_weights)
-        for holder, params in zip(self.holders, new, strict=True):
-            holder.replace_params(params)
-        for balancer in self._balancers:
-            balancer.place_all()
-        self._has_first_weights = False
-        self.reset_prefix_cache(reset_running_requests=True, reset_connector=self._connector is not None)
+        self.reset_prefix_cache(reset_running_requests=True)
+        self._sleep.release_kv()
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives back memory of the devices until `wake_up`. The levels are vLLM's; the engine must be settled.
+
+        0: none. 1: that of KV pages, as `release_kv` does, and that of weights, which go to the host's memory; on CPUs
+        they are there already and stay. 2: both, and the weights are dropped: `update_weights` must bring others, and
+        arrays that a caller holds stay.
+        Raises ValueError unless the engine is paused and settled, and NotImplementedError as `release_kv` does, and
+        for level 2 where weights cannot be replaced.
+        """
+        self._check_rest()
+        if level not in SLEEP_LEVELS:
+            raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
+        if level == 2 and self.config.has_others:
+            raise NotImplementedError(
+                "sleep(level=2) needs update_weights, which an engine of several processes has not: use level 1"
+            )
+        if level:
+            self.release_kv()
+            self._sleep.release_weights(level)
+
+    def wake_up(self, tags: Iterable[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None). Returns whether nothing sleeps.
+
+        Nothing is compiled. Weights that were dropped are brought by `update_weights` alone. The engine stays paused.
+        """
+        self._ready()
+        return self._sleep.wake_up(tags)
+
+    def _check_rest(self) -> None:
+        self._ready()
+        if not self.is_paused or any(replica.has_work for replica in self.replicas):
+            raise ValueError(
+                "only an engine that is paused, and has ended its steps, gives memory back: pause it first"
+            )
 
     def use_pause(self) -> None:
         """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
@@ -519,9 +704,11 @@ class Engine:
         if self._rounds is not None:
             self._rounds.drop()
         self.outputs = self._make_outputs()
+        self._early.clear()
         self._router = self._make_router()
         for holder in self.holders:
-            holder.reset()
+            if holder.has_pages:
+                holder.reset()
         self._is_broken = False
 
     def _make_outputs(self) -> OutputProcessor:
@@ -544,12 +731,17 @@ class Engine:
         sequence: GenerationRequest,
         grammar: CompiledGrammar | None,
         bad_words: tuple[tuple[int, ...], ...],
+        adapter: LoraAdapter | None = None,
         state: SamplingState | None = None,
     ) -> Request:
         """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
 
-        All sequences of a caller's request share `grammar` and `bad_words`. `state`: where this one goes on.
+        All sequences of a caller's request share `grammar`, `bad_words` and `adapter`. `state`: where this one goes on.
         """
+        if self._loras is not None:
+            given = sequence.prompt.cache_salt
+            salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
+            sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search
@@ -565,12 +757,20 @@ class Engine:
             constraint=None if constraint is None else GuardedConstraint(constraint),
             bad_word_ids=bad_words,
             repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
+            adapter=adapter,
             search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
+            tells_experts=self.config.enable_return_routed_experts and beams is None and sequence.pooling is None,
         )
         if state is not None:
             state.restore(request)
+        begin_version(request.weight_starts, len(request.output_token_ids), self.weight_version.name)
         if sequence.wants_explanation:
             cache = self.replicas[0].scheduler.cache
             num_imported = len(request.output_token_ids) - request.num_unreported
             request.trail = Trail(cache.page_size, len(cache.groups), self.vocab_size, num_imported)
         return request
+
+
+def _names(adapters: Iterable[LoraAdapter | None]) -> tuple[str, ...]:
+    """Returns the names of adapters, each once."""
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvllm.core.request import GenerationRequest, Request, TokenIds
 from jaxvllm.core.sampling_params import MAX_SEED, MIN_SEED
+from jaxvllm.core.weight_version import WeightStarts
 from jaxvllm.engine.outputs import FinishReasonName, Logprob, RequestMetrics
 
 
@@ -23,6 +24,7 @@ class CompletionProgress:
     has_news: bool  # whether there is something that no delta has contained
     finish_reason: FinishReasonName | None
     stop_reason: int | str | None
+    weight_starts: WeightStarts
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,18 @@ class SamplingState:
     output_token_ids: list[int]  # all that are known; a beam search has none and begins again
     num_unreported: int  # the last of them, which a constraint forced and no output has contained
     num_preemptions: int
+    weight_starts: WeightStarts
 
     @classmethod
     def of(cls, request: Request) -> Self:
         """Returns the state of a request that has left its scheduler."""
-        return cls(request.seed, request.output_token_ids.tolist(), request.num_unreported, request.num_preemptions)
+        return cls(
+            request.seed,
+            request.output_token_ids.tolist(),
+            request.num_unreported,
+            request.num_preemptions,
+            request.weight_starts,
+        )
 
     def restore(self, request: Request) -> None:
         """Lets a new `request` for the same sequence go on from here.
@@ -59,6 +68,7 @@ class SamplingState:
         request.seed = self.seed
         request.output_token_ids = np.array(tokens, np.int32)
         request.num_unreported, request.num_preemptions = self.num_unreported, self.num_preemptions
+        request.weight_starts = [*self.weight_starts]
         if request.constraint is not None and request.constraint.advance(tokens) < len(tokens):
             raise ValueError(f"request {request.request_id!r} has tokens that its structured_outputs do not allow")
         if request.repetition is not None:

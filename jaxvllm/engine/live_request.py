@@ -1,6 +1,7 @@
 """The state of a caller's request while its tokens come: its completions, and what was told of them so far."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.explanation import Trail
 from jaxvllm.core.request import FinishReason, GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.weight_version import WeightStarts, WeightVersionSpan, version_spans
 from jaxvllm.engine.exported_request import CompletionProgress
 from jaxvllm.engine.outputs import Logprob, RequestMetrics
 from jaxvllm.text.completion_text import CompletionText, StopMatch
@@ -46,11 +48,23 @@ class LiveCompletion:
     stop_reason: int | str | None = None
     wrong_param: str | None = None  # to blame for an error that ended it
     trail: Trail | None = None  # once it has ended, if it is to be explained
+    weight_starts: WeightStarts = field(default_factory=list)  # the request's own, once it has had a token
+    routed: list[tuple[int, NDArray[Any]]] = field(default_factory=list)  # experts of tokens from a position on
 
     @property
     def num_new(self) -> int:
         """The number of tokens that no output has contained yet."""
         return len(self.token_ids) - self.num_shown
+
+    def routed_experts(self, num_prompt_tokens: int) -> NDArray[Any] | None:
+        """Returns the experts of all tokens but the last, [N, layers, k], as they were computed last."""
+        if not self.routed:
+            return None
+        known = max(start + len(part) for start, part in self.routed)
+        experts = np.zeros((known, *self.routed[0][1].shape[1:]), self.routed[0][1].dtype)
+        for start, part in self.routed:
+            experts[start : start + len(part)] = part
+        return experts[: num_prompt_tokens + len(self.token_ids) - 1]
 
     def read(self) -> StopMatch | None:
         """Brings the text up to date with the tokens, and returns the stop string that ended it, if one did."""
@@ -58,6 +72,15 @@ class LiveCompletion:
             return None
         unread, self.unread = self.unread, []
         return self.stream.push(unread) if self.spans is None else self.spans.push(self.stream, unread)
+
+    @property
+    def weight_versions(self) -> list[WeightVersionSpan] | None:
+        """The versions of the weights that sampled its tokens, once it has ended."""
+        if self.finish_reason is None:
+            return None
+        if not self.weight_starts:
+            return None if self.token_ids else []
+        return version_spans(self.weight_starts, len(self.token_ids))
 
     def progress(self) -> CompletionProgress:
         """Returns what another processor needs to go on from here."""
@@ -69,6 +92,7 @@ class LiveCompletion:
             self.has_news,
             None if self.finish_reason is None else self.finish_reason.value,
             self.stop_reason,
+            self.weight_starts,
         )
 
     def restore(self, progress: CompletionProgress, params: SamplingParams) -> None:
@@ -77,7 +101,7 @@ class LiveCompletion:
         self.cumulative_logprob, self.has_news = progress.cumulative_logprob, progress.has_news
         self.num_taken = self.num_shown = progress.num_shown
         self.finish_reason = None if progress.finish_reason is None else FinishReason(progress.finish_reason)
-        self.stop_reason = progress.stop_reason
+        self.stop_reason, self.weight_starts = progress.stop_reason, progress.weight_starts
         if self.stream is None:
             return
         spelled = self.token_ids

@@ -13,11 +13,16 @@ from tqdm import tqdm
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.lora import LoRARequest
+from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
+from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine import Engine
+from jaxvllm.engine.engine_sleep import SleepTag
+from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -65,6 +70,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes the prompts and returns their outputs in the order given.
 
@@ -74,8 +80,11 @@ class LLM:
 
         Give one `sampling_params` for all prompts, or one for each. Everything is checked before anything is queued, so
         a ValueError, which names the prompt's index, leaves the engine as it was.
+
+        `lora_request` names the adapter of all prompts, or of each one; None is the model itself.
         """
-        return self._complete(self._check(_as_list(prompts), sampling_params, priority), use_tqdm)
+        listed = _as_list(prompts)
+        return self._complete(self._check(listed, sampling_params, priority, lora_request=lora_request), use_tqdm)
 
     def chat(
         self,
@@ -87,6 +96,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Completes one conversation (a list of messages) or several, rendered by the model's chat template."""
         one = bool(messages) and isinstance(messages[0], Mapping)
@@ -103,7 +113,8 @@ class LLM:
             for conversation in conversations
         ]
         # The chat template writes the special tokens itself.
-        return self._complete(self._check(texts, sampling_params, None, add_special_tokens=False), use_tqdm)
+        requests = self._check(texts, sampling_params, None, add_special_tokens=False, lora_request=lora_request)
+        return self._complete(requests, use_tqdm)
 
     def beam_search(
         self,
@@ -154,6 +165,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns one vector f32[dimensions] for each prompt, in the order given, computed with the model's own layers.
 
@@ -170,12 +182,18 @@ class LLM:
             )
         poolings = [self.engine.pooler.resolve(one) for one in params]
         sampling = [Pooling.sampling_params(one.truncate_prompt_tokens) for one in params]
-        outputs = self._complete(self._check(listed, sampling, priority, poolings=poolings), use_tqdm)
+        requests = self._check(listed, sampling, priority, poolings=poolings, lora_request=lora_request)
+        outputs = self._complete(requests, use_tqdm)
         return [_embedding(output) for output in outputs]
 
-    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Completes one prompt and yields an output after every step: all so far, or news with `output_kind` DELTA."""
-        [request] = self._check([prompt], sampling_params, None, final_only=False)
+        [request] = self._check([prompt], sampling_params, None, final_only=False, lora_request=lora_request)
         return self._run([request])
 
     def get_tokenizer(self) -> Tokenizer:
@@ -218,15 +236,74 @@ class LLM:
         """The weights as they are on the devices of the first replica: nested dicts and lists of arrays."""
         return self.engine.weights
 
-    def update_weights(self, weights: Mapping[str, Any] | str | Path) -> None:
+    def update_weights(
+        self, source: WeightSource | str, version: str | None = None, kv: KVChange = "drop", partial: bool = False
+    ) -> str:
         """Replaces the weights, as a trainer does between two rounds of generation. Nothing is compiled again.
 
-        `weights` are arrays of NumPy or jax by the names that a checkpoint of this model has, such as
-        `model.layers.0.mlp.down_proj.weight`, a tree like `LLM.weights`, or the directory of a checkpoint. All are
-        checked first: after an error the old ones are in place. Cached prefixes are forgotten. For the rest see
-        `Engine.update_weights`.
+        `source` has arrays of NumPy or jax by the names that a checkpoint of this model has, such as
+        `model.layers.0.mlp.down_proj.weight`, or is a tree like `LLM.weights`, something that holds such a tree, or the
+        directory of a checkpoint. With `partial` it is a part of that, and all other arrays stay. All are checked
+        first: after an error the old ones are in place.
+
+        Returns the name of the new weights, which outputs tell: `version`, or the number of the update. With `kv` drop,
+        requests that run compute all their tokens again. With keep they go on with the keys and values that they have.
+        Cached prefixes are forgotten. For the rest see `Engine.update_weights`.
         """
-        self.engine.update_weights(Path(weights) if isinstance(weights, str) else weights)
+        return self.engine.update_weights(Path(source) if isinstance(source, str) else source, version, kv, partial)
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that the next step computes with: `default` for those of the start, as in vLLM."""
+        return self.engine.weight_version.name
+
+    def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops computing until `resume`, and returns when no step is under way. `generate` raises meanwhile.
+
+        An open stream ends with the finish reason `abort` (mode abort), is computed to its end, which it tells when it
+        is read (wait), or goes on after `resume` (keep). Unless requests are kept, `clear_cache` forgets every prefix.
+        """
+        self.engine.pause(mode)
+        self.engine.settle()
+        if clear_cache and mode != "keep":
+            self.engine.reset_prefix_cache()
+
+    def resume(self) -> None:
+        """Computes again after a `pause`. Raises ValueError while weights or pages are not on the devices."""
+        self.engine.resume()
+
+    def is_paused(self) -> bool:
+        """Returns whether `generate` would raise because of a pause."""
+        return self.engine.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, as `pause` does, and gives back memory of the devices, as `Engine.sleep` says.
+
+        Level 0 gives back none, 1 that of KV pages and weights, which go to the host's memory, and 2 drops the weights.
+        """
+        self.pause(mode, clear_cache=level > 0)
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None), and returns whether nothing sleeps.
+
+        Then it computes again. Nothing is compiled. After `sleep(level=2)`, weights come with `update_weights` alone.
+        """
+        is_awake = self.engine.wake_up(tags)
+        if is_awake:
+            self.engine.resume()
+        return is_awake
+
+    def is_sleeping(self) -> bool:
+        """Returns whether the engine is paused, at any level of sleep, as in vLLM."""
+        return self.engine.is_paused
+
+    def release_kv(self) -> None:
+        """Frees the memory of KV pages while the engine is paused, until `wake_up(["kv_cache"])`.
+
+        Requests that a pause has kept compute all their tokens again afterwards.
+        """
+        self.engine.release_kv()
 
     def close(self) -> None:
         """Frees the device's memory. `with LLM(...) as llm:` calls it."""
@@ -248,11 +325,17 @@ class LLM:
         final_only: bool = True,
         beam_search: BeamSearchParams | None = None,
         poolings: Sequence[Pooling] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[GenerationRequest]:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
-        for name, values in (("sampling_params", params), ("priority", priorities)):
+        adapters: list[LoRARequest | None]
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(prompts)
+        else:
+            adapters = list(lora_request)
+        for name, values in (("sampling_params", params), ("priority", priorities), ("lora_request", adapters)):
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts: give one for each, or one for all")
         requests = []
@@ -271,6 +354,7 @@ class LLM:
                     priority=rank,
                     beam_search=beam_search,
                     pooling=None if poolings is None else poolings[index],
+                    lora_request=adapters[index],
                 )
                 requests.append(request)
             except ValueError as error:
@@ -280,8 +364,13 @@ class LLM:
         return requests
 
     def _require_idle(self) -> None:
+        self._require_resumed()
         if self.engine.has_work and not self.engine.is_closed:
             raise RuntimeError("a stream of this LLM is still open: read it to its end or close it first")
+
+    def _require_resumed(self) -> None:
+        if self.engine.is_paused and not self.engine.is_closed:
+            raise RuntimeError("the LLM is paused, and computes nothing: call resume() or wake_up() first")
 
     def _complete(self, requests: list[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
@@ -301,7 +390,9 @@ class LLM:
         try:
             for request in requests:
                 self.engine.submit(request)
-            while self.engine.has_work:
+            while self.engine.has_work or any(one.request_id in self.engine.outputs for one in requests):
+                if not self.engine.has_work:
+                    self._require_resumed()
                 yield from self.engine.step()
         finally:
             for request in requests:

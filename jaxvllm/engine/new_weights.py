@@ -2,53 +2,97 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
+from jaxvllm.models.forms import Matrix
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 
 
-def new_weights(
-    given: Mapping[str, Any] | Path,
-    before: Sequence[Params],
-    read: Callable[[Mapping[str, Any] | Path], list[Params]],
-) -> list[Params]:
-    """Returns the weights of every replica, with the drafts of those `before`, which have one entry a replica.
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """Something that holds weights as an engine does, such as a module of a trainer."""
 
-    `given` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
-    as the engine holds it.
-    Arrays of such a tree that are in place already are used as they are.
+    def tree(self) -> Mapping[str, Any]:
+        """Returns a tree like `LLM.weights`, of the arrays as they are now."""
+
+
+type WeightSource = Mapping[str, Any] | HoldsWeights | Path
+
+
+def new_weights(
+    source: WeightSource,
+    before: Sequence[Params],
+    read: Callable[[Mapping[str, Any] | Path, Sequence[Params] | None], list[Params]],
+    is_part: bool = False,
+) -> list[Params]:
+    """Returns the weights of every replica, where those `before` have one entry a replica.
+
+    `source` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
+    as the engine holds it. Arrays of such a tree that are in place already are used as they are. If it `is_part` of
+    the weights, what is not given stays. Adapters always do, and drafts but those that a tree has.
     Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
     """
-    drafts = [{DRAFT: params[DRAFT]} if DRAFT in params else {} for params in before]
-    if isinstance(given, Path) or not _is_tree(given):
-        return [params | draft for params, draft in zip(read(given), drafts, strict=True)]
-    own = {name: value for name, value in given.items() if name != DRAFT}
-    return [
-        _placed(own, {name: value for name, value in params.items() if name != DRAFT}) | draft
-        for params, draft in zip(before, drafts, strict=True)
-    ]
+    given = source.tree() if isinstance(source, HoldsWeights) else source
+    if isinstance(given, Path) and is_part:
+        raise ValueError("partial is for arrays, and a directory has all weights: give the tensors of its files")
+    if not isinstance(given, Path) and _is_tree(given):
+        trees = [_without(params, LORA) for params in before]
+        made = [jax.tree.map(_placed, _checked(given, tree, is_part), tree) for tree in trees]
+    else:
+        made = read(given, [_without(params, DRAFT, LORA) for params in before] if is_part else None)
+    return [old | params for old, params in zip(before, made, strict=True)]
+
+
+def _without(params: Params, *names: str) -> Params:
+    return {name: value for name, value in params.items() if name not in names}
 
 
 def _is_tree(given: Mapping[str, Any]) -> bool:
-    """Returns whether the weights are a tree. A checkpoint's tensors are arrays, and none is called `layers`."""
-    return isinstance(given.get("layers"), dict | list)
+    """Returns whether the weights are a tree, and no tensors of a checkpoint, all of whose names have dots."""
+    return not any(isinstance(name, str) and "." in name for name in given)
 
 
-def _placed(given: Params, like: Params) -> Params:
-    """Returns the arrays of `given` where those of `like` are."""
-    structure: Any = jax.tree.structure(like)
-    if jax.tree.structure(given) != structure:
-        raise ValueError("the given tree of weights has other arrays than the engine's: give one like llm.weights")
-    placed = []
-    for array, (path, old) in zip(jax.tree.leaves(given), jax.tree.leaves_with_path(like), strict=True):
-        if array.shape != old.shape or array.dtype != old.dtype:
-            raise ValueError(
-                f"the given weight {jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, and the engine's "
-                f"is {old.dtype}{list(old.shape)}"
-            )
-        placed.append(jax.device_put(array, old.sharding))
-    tree: Params = jax.tree.unflatten(structure, placed)
-    return tree
+def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
+    """Returns a tree like `like` of the given arrays, and of those of `like` that are not given and need not be.
+
+    A list may be given as a mapping from its indices, and a matrix in a form as one from the names of its arrays. What
+    stands for an array, as variables of flax do, says so with a `get_value`.
+    """
+    if isinstance(like, dict | list):
+        items = dict(like.items() if isinstance(like, dict) else enumerate(like))
+        found = dict(enumerate(given)) if isinstance(given, list | tuple) else given
+        missing = set() if is_part else {name for name in items if name != DRAFT}
+        if not isinstance(found, Mapping) or not missing <= set(found) <= items.keys():
+            raise ValueError("the given tree of weights has other arrays than the engine's: give one like llm.weights")
+        checked = {
+            name: _checked(found[name], old, is_part, f"{place}[{name!r}]") if name in found else old
+            for name, old in items.items()
+        }
+        return checked if isinstance(like, dict) else [*checked.values()]
+    if isinstance(like, jax.Array):
+        array = given.get_value() if hasattr(given, "get_value") else given
+        if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (like.shape, like.dtype):
+            kind = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+            raise ValueError(f"the given weight {place} is {kind}, and the engine's is {like.dtype}{list(like.shape)}")
+        return array
+    assert isinstance(like, Matrix), "parameters are dicts and lists of arrays and matrices"
+    arrays = given.arrays if isinstance(given, Matrix) and given.form == like.form else given
+    if not isinstance(arrays, Mapping):
+        raise ValueError(
+            f"the given weight {place} is not kept as the engine's is: give it in the form that llm.weights has, or "
+            "give all weights by their names in a checkpoint, of which the engine makes its own forms"
+        )
+    return Matrix(like.form, _checked(arrays, like.arrays, False, place))
+
+
+def _placed(array: Any, old: jax.Array) -> Any:
+    """Returns an array where `old` is: itself, if it is there already."""
+    if isinstance(array, jax.Array) and array.sharding == old.sharding:
+        return array
+    # On CPUs jax may use the memory of an array of NumPy's as its own, and a trainer may write to that again.
+    return jax.device_put(array.copy() if isinstance(array, np.ndarray) else array, old.sharding)

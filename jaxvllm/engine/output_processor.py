@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxvllm.core.beam import Beam
 from jaxvllm.core.errors import belongs_to_work
-from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, WIDE_SCORES
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Pooled, Scored, StepOutput, StepPlan, StepUpdate
@@ -57,6 +57,11 @@ class OutputProcessor:
     @property
     def num_requests(self) -> int:
         return len(self._live)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the live requests."""
+        return list(self._live)
 
     def is_known(self, name: str) -> bool:
         """Returns whether a live request, or one of the scheduler's requests for it, has this id."""
@@ -125,6 +130,13 @@ class OutputProcessor:
         for pooled in update.pooled:
             live = self._live_of[pooled.request.request_id]
             self._attempt(live, self._take_pooled, live, pooled, output)
+        if update.routed:
+            experts = ROUTED.of(output.reports)
+            assert experts is not None, "a row whose experts are told was planned without"
+            for routed in update.routed:
+                request_id = routed.request.request_id
+                part = routed.start, experts[routed.rows].copy()
+                self._live_of[request_id].completions[request_id].routed.append(part)
         ends = {end.request.request_id: end for end in update.finished}
         last_of = {emitted.request.request_id: emitted for emitted in update.emitted} if ends else {}
         for emitted in update.emitted:
@@ -216,6 +228,7 @@ class OutputProcessor:
         if live.request.is_prompt_only:
             return None
         completion.token_ids.append(emitted.token_id)
+        completion.weight_starts = emitted.request.weight_starts
         if live.params.wants_logprobs or live.params.best_of is not None:
             self._take_logprobs(completion, live.params, emitted, output)
         ends_unseen = end is not None and end.hides_last and not live.params.include_stop_str_in_output
@@ -279,6 +292,7 @@ class OutputProcessor:
             return
         if not is_watched(live.request):
             completion.token_ids = end.request.output_token_ids.tolist()
+            completion.weight_starts = end.request.weight_starts
             shown = completion.token_ids
             if end.hides_last and not live.params.include_stop_str_in_output:
                 shown = shown[:-1]
@@ -411,6 +425,10 @@ class OutputProcessor:
             finish_reason=None if completion.finish_reason is None else completion.finish_reason.value,
             stop_reason=completion.stop_reason,
             wrong_param=completion.wrong_param,
+            weight_versions=completion.weight_versions,
+            routed_experts=completion.routed_experts(len(live.request.prompt.token_ids))
+            if completion.finish_reason is not None
+            else None,
             draft_spans=None if completion.spans is None else completion.spans.split(text),
             explanation=None if completion.trail is None else explain(live, completion, completion.trail, self._ranks),
         )

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.explanation import Explanation
+from jaxvllm.core.weight_version import WeightVersionSpan
 
 type FinishReasonName = Literal["stop", "length", "abort", "repetition", "error"]
 
@@ -84,6 +85,11 @@ class CompletionOutput:
     draft_spans: list[tuple[str, bool]] | None = None
     explanation: Explanation | None = None  # what each step did for it. Only at its end, if the request wants it.
     wrong_param: str | None = None  # the parameter to blame where an error of the caller ended it
+    # Which weights sampled which of its tokens. Only at its end, and for what no beam search has found.
+    weight_versions: list[WeightVersionSpan] | None = None
+    # [tokens - 1, layers with experts, k], at its end, with enable_return_routed_experts: the experts that each token
+    # of prompt and output but the last has chosen.
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -12,6 +12,7 @@ from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.request import Request
 from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.step_plan import StepOutput, StepPlan
+from jaxvllm.core.weight_version import WeightVersion
 from jaxvllm.engine.decode_pace import DecodeChoice, DecodePace, DecodeTime
 from jaxvllm.engine.expert_balancer import ExpertBalancer
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
@@ -54,6 +55,7 @@ class _UnderWay[Step: (InFlight, HeldStep)]:
     notes: StepNotes | None  # for explanations; None: nobody in it wants one
     host_seconds: float
     is_paced: bool  # whether it was known how many decode steps a burst has; without that there is one
+    version: WeightVersion  # of the weights that compute it
 
 
 class Replica:
@@ -81,6 +83,8 @@ class Replica:
         self.scheduler = make_scheduler(None if publisher is None else publisher.log)
         self.runner = runner
         self.traffic = traffic
+        self.version = WeightVersion()  # of the weights that the next step has
+        self._version_read = self.version  # of the last step that was read
         self.num_steps = 0
         self.num_output_tokens = 0
         self.num_prefix_queries = 0
@@ -163,10 +167,10 @@ class Replica:
             is_paced = self.pace.is_known(plan.num_rows, plan.num_drafts)
             host_seconds = time.monotonic() - planned.start
             if isinstance(step, HeldStep):
-                self._held = _UnderWay(step, notes, host_seconds, is_paced)
+                self._held = _UnderWay(step, notes, host_seconds, is_paced, self.version)
                 self._supply()
             else:
-                self._in_flight.append(_UnderWay(step, notes, host_seconds, is_paced))
+                self._in_flight.append(_UnderWay(step, notes, host_seconds, is_paced, self.version))
         self.is_due = bool(self._in_flight) and (planned is None or self.is_full)
         self.publish()
 
@@ -217,6 +221,9 @@ class Replica:
         device_seconds, self._last_end = start - max(step.at, self._last_end), start
         if notes is not None:
             notes.arrived(self.scheduler)
+        if oldest.version is not self._version_read:  # not its name, which weights may have had before
+            self._version_read = oldest.version
+            self.scheduler.begin_version(oldest.version.name)
         update = self.scheduler.update(plan, output)
         if notes is not None:
             notes.updated(output, update, bucket, device_seconds, oldest.host_seconds)
@@ -281,7 +288,7 @@ class Replica:
             held.notes.masked(masks)
         step = self.runner.supply(held.step, masks)
         host_seconds = held.host_seconds + time.monotonic() - start
-        self._in_flight.append(_UnderWay(step, held.notes, host_seconds, held.is_paced))
+        self._in_flight.append(_UnderWay(step, held.notes, host_seconds, held.is_paced, held.version))
 
     def take_reports(self) -> list[StepReport]:
         """Returns the steps that were read since the last call, at most the `MAX_REPORTS` latest."""
@@ -296,12 +303,29 @@ class Replica:
         self.is_due = False
         if self.traffic is not None:
             self.traffic.drop()
+        pause = self.scheduler.pause_state
         if self._publisher is None:
             self.scheduler = self._make_scheduler(None)
         else:
             self.scheduler = self._make_scheduler(self._publisher.log)
             self._publisher.log.cleared()
             self._publisher.flush()
+        self.scheduler.pause_state = pause
+
+    def begin_version(self, version: WeightVersion, *, keeps_pages: bool) -> None:
+        """Takes note that the next step has weights of another version. Prefixes are forgotten.
+
+        Requests that run go on from the pages that they have, or compute all of their tokens again.
+        """
+        self.version = version
+        if keeps_pages:
+            self.scheduler.keep_old_pages()
+        else:
+            self.scheduler.preempt_all()
+        if self.traffic is not None:
+            self.traffic.forget(self.scheduler)
+        self.scheduler.cache.reset_prefix_cache()
+        self.publish()
 
     def publish(self) -> None:
         """Publishes what the prefix cache got and lost since the last call, if anybody wants to know."""

@@ -6,6 +6,7 @@ from typing import Self
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.lora import LoRARequest
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import MAX_LOGPROBS, LogprobsMode, SamplingParams
 from jaxvllm.core.side_input import SideInputRules
@@ -28,6 +29,7 @@ class RequestRules:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     has_peers: bool = False  # engines to which prompts may be handed over
     side_inputs: SideInputRules | None = None  # None: a prompt may have none
+    has_lora: bool = False  # whether there is room for adapters
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class RequestRules:
             logprobs_mode=config.logprobs_mode,
             has_peers=config.kv_transfer is not None and config.kv_transfer.kv_connector == "peer",
             side_inputs=side_inputs,
+            has_lora=config.enable_lora,
         )
 
     def check(self, request: GenerationRequest) -> None:
@@ -69,6 +72,7 @@ class RequestRules:
             self._check_side_inputs(request)
         if request.session_id is not None and not isinstance(request.session_id, str):
             raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
+        self._check_adapter(request)
         priority = request.priority
         if type(priority) is not int:
             raise ParameterError(f"priority must be an integer, not {priority!r}", "priority")
@@ -78,6 +82,16 @@ class RequestRules:
             raise ParameterError(
                 f"EOS and stop_token_ids are more than {MAX_STOP_IDS} tokens together: give fewer", "stop_token_ids"
             )
+
+    def _check_adapter(self, request: GenerationRequest) -> None:
+        if request.lora_request is None:
+            return
+        if not isinstance(request.lora_request, LoRARequest):
+            raise ParameterError(
+                f"lora_request must be a LoRARequest, not {type(request.lora_request).__name__}", "lora_request"
+            )
+        if not self.has_lora:
+            raise ParameterError("lora_request needs an engine that has room for it: set enable_lora", "lora_request")
 
     def _check_side_inputs(self, request: GenerationRequest) -> None:
         if self.side_inputs is None:

@@ -20,6 +20,7 @@ from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Layout
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.cache_shape import CacheShape
+from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.side_rows import SideShape
 from pallas_kernels.backend import REFERENCE, Backend
@@ -60,6 +61,12 @@ class ResolvedConfig:
             spec = by_expert(spec, num_redundant, config.mesh_shape.data, exchange)
         if config.count_expert_loads and not num_experts(spec):
             raise ValueError("count_expert_loads needs a model with experts, and this one has none: leave it out")
+        if config.enable_return_routed_experts:
+            ChoiceShape.of(spec)  # raises
+            if config.mesh_shape.stages > 1:
+                raise NotImplementedError(
+                    "enable_return_routed_experts needs all layers on one device: take a mesh without stages"
+                )
         dtype = _dtype(config, read, platform)
         quantization = kv_quantization(config.kv_cache_dtype, read, dtype)
         if quantization is not None and not quantization.by_token:

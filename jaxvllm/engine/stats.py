@@ -34,6 +34,9 @@ class EngineStats:
     num_expert_placements: int = 0  # times that experts of a layer were moved by load
     mean_expert_load: int = 0  # of a device in what was measured to move them, in tokens that chose an expert
     most_expert_load: int = 0  # the same of the busiest device of each layer
+    max_loras: int = 0  # adapters that each replica has room for; 0: there are none
+    running_adapters: tuple[str, ...] = ()  # the names of those that running requests have
+    waiting_adapters: tuple[str, ...] = ()  # and that waiting ones have
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jaxvllm.models.laurel import Laurel
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.lora import LayerLora
 from jaxvllm.models.norm import Norm
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rope import RopeSpec
@@ -55,6 +56,7 @@ class Block:
     states: AltUp | None = None  # the states of a token, of which the layer computes one; None: there is one
     late: Ffn | None = None  # reads what its FFN reads; the next layer adds what it returns (LongCat-Flash)
     adds_late: bool = False  # adds, after its FFN, what the layer before it has returned late
+    lora: LayerLora | None = None  # its room for adapters
 
     def __post_init__(self) -> None:
         require_positive(self, "window residual_scale attention_scale")
@@ -127,15 +129,27 @@ class Block:
             parts.append(self.states.declare_layer())
         if self.has_scale:
             parts.append({"layer_scale": ParamDecl((1,), (None,), "ones")})
+        if self.lora is not None:
+            parts.append(self.lora.declare(self.matrices))
         decls = {name: decl for part in parts for name, decl in part.items()}
         assert len(decls) == sum(map(len, parts)), "each array has a name of its own"
         return decls
+
+    @property
+    def matrices(self) -> dict[str, ParamDecl]:
+        """The matrices of its attention and of its FFN that multiply every token, in the dtype of the model."""
+        declared = self.attention.declare()
+        if self.ffn is not None and not isinstance(self.ffn, ChoosingFfn):
+            declared |= self.ffn.declare()
+        return {name: decl for name, decl in declared.items() if decl.storage == "matrix" and decl.dtype is None}
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         """Returns x [T, E] after the layer, and the cache with this step's keys and values.
 
         Where a token has several states, x is [T, A, E]. In layers with something late, the second is what is late.
         """
+        if self.lora is not None and given.adapters is not None:
+            weights = self.lora.bound(weights, given.adapters)
         if self.is_with_late:
             x, late = x[:, 0], x[:, 1]
             x, kv, h = self._computed(weights, x, kv, given)

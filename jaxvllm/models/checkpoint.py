@@ -28,7 +28,16 @@ from jaxvllm.models.params import Layout, Params, abstract_params, declaration, 
 from jaxvllm.models.published import published_encoding, without_encoding
 from jaxvllm.models.published.gguf_config import gguf_config
 from jaxvllm.models.safetensors_files import INDEX
-from jaxvllm.models.shards import Parts, assemble, joined, read_shards, read_stored, sharding_on
+from jaxvllm.models.shards import (
+    Parts,
+    WeightPatch,
+    assemble,
+    joined,
+    of_stage,
+    read_shards,
+    read_stored,
+    sharding_on,
+)
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.stored_forms import expected_forms, stored_forms
@@ -104,6 +113,7 @@ def load(
     tensors: Mapping[str, Any] | None = None,
     forms: Forms = PLAIN_FORMS,
     needs_kv_scales: bool = False,
+    kept: Params | None = None,
 ) -> Params:
     """Loads the parameters of the checkpoint in `path`, in `dtype`, spread over all of `mesh` (None: the first device).
 
@@ -111,7 +121,7 @@ def load(
     process that has the device; where `mesh` has stages, only the layers of its stage are. With `dummy` no weights are
     needed: they are made from `seed`, the same on every mesh, in the bits that the config tells. `hf_config` replaces
     the config.json of the directory, which names the family, and `tensors` replace its weights: arrays by the names in
-    safetensors.
+    safetensors. With `kept`, parameters of the same model, they are a part of its weights, and the others are `kept`.
     Matrices are kept in the forms of `forms`, which are made one matrix at a time. Matrices that safetensors store in
     few bits are kept so where `forms` allow it (`models.stored_forms`), and otherwise decoded while they are read.
     Scales of keys and values that `spec` has and the weights lack are 1, or an error with `needs_kv_scales`.
@@ -129,7 +139,11 @@ def load(
     weights: OrbaxTree | StoredWeights | None = None
     if tensors is not None:
         family = find_family(hf_config or read_config(path))
-        weights = StoredWeights.of(HeldTensors(tensors), family, spec, needs_kv_scales)
+        held = HeldTensors(tensors)
+        if kept is None:
+            weights = StoredWeights.of(held, family, spec, needs_kv_scales)
+        else:
+            weights = StoredWeights.part_of(held, family, spec)
     elif load_format == "auto" and (path / TREE).is_dir():
         if needs_kv_scales:
             raise ValueError(f"{path / TREE} has no scales of keys and values, which int8 needs: give the safetensors")
@@ -158,7 +172,12 @@ def load(
             parts = read_shards(fill, spread, layout, dtype, sharding_of)
             if isinstance(weights, StoredWeights):
                 parts = read_stored(weights.elements, own, parts, spread, layout, dtype, sharding_of)
-        of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts, forms))
+        patch: WeightPatch | None = None
+        if kept is not None:
+            assert isinstance(weights, StoredWeights), "a part of the weights is given as tensors"
+            before = kept if spread.stages == 1 else of_stage(kept, spread, stage, forms)
+            patch = WeightPatch(before, weights.has)
+        of_stages.append(assemble(spread, number, layout, dtype, sharding_of, parts, forms, patch))
     return joined(of_stages, abstract_params(spec, dtype, layout, mesh, forms)) if spread.stages > 1 else of_stages[0]
 
 

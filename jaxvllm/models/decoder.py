@@ -13,10 +13,12 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Rotation, Scalar, no_recur
 from jaxvllm.models.layer_loops import over_layers
+from jaxvllm.models.lora import layers_with_lora
 from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.token_adapters import TokenAdapters
 from pallas_kernels.backend import REFERENCE, Backend
 from sharding.axis import ALONE, ModelAxis
 
@@ -141,6 +143,7 @@ def run_part[Kv](
     is_read: jax.Array | None,
     count: Callable[[Kv, jax.Array, Scalar], Kv] | None,
     backend: Backend,
+    adapters: TokenAdapters | None = None,
 ) -> tuple[jax.Array, jax.Array, Kv]:
     """Returns what the layers of a stage hand on, the states [N, T, E] after the first `depths[n]`, and the cache.
 
@@ -148,7 +151,7 @@ def run_part[Kv](
     embeddings  # [L, T, P]: of these layers, what the tokens mean to each alone
     `is_real` bool[T] is False for padding, which may be computed or not. `is_read` bool[T] is False for tokens whose x
     nobody reads after the last layer, where it may be anything; None: all are read. `count` gets the experts i32[T, k]
-    that tokens have chosen, and the number of the layer among these.
+    that tokens have chosen, and the number of the layer among these. Without `adapters` no token has one.
     """
     with jax.named_scope("rope"):
         rotation = rotations(spec.ropes, positions)
@@ -182,6 +185,7 @@ def run_part[Kv](
             None if embeddings is None else embeddings[number],
             None if count is None else lambda kv, chosen: count(kv, chosen, number),
             backend,
+            adapters,
         )
         x, kv = layer.apply(weights, x, kv, given)
         if depths:
@@ -194,7 +198,7 @@ def run_part[Kv](
     states = jnp.zeros((len(depths), *hidden_of(x).shape), x.dtype)
     if 0 in depths:
         states = states.at[places[0]].set(hidden_of(x))
-    return over_layers(layer_step, (x, states, kv), params["layers"], spec)
+    return over_layers(layer_step, (x, states, kv), layers_with_lora(params), spec)
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

@@ -72,17 +72,66 @@ class StoredWeights:
         return cls.of(tensors, find_family(config), spec, needs_kv_scales)
 
     @classmethod
-    def of(cls, tensors: Tensors, family: Family, spec: ModelSpec, needs_kv_scales: bool = False) -> "StoredWeights":
-        """Checks every tensor, as `open` does."""
-        prefix = _prefix(family, tensors)
+    def of(
+        cls,
+        tensors: Tensors,
+        family: Family,
+        spec: ModelSpec,
+        needs_kv_scales: bool = False,
+        prefix: str | None = None,
+        is_part: bool = False,
+    ) -> "StoredWeights":
+        """Checks every tensor, as `open` does. Their names begin with `prefix`, which is told by them if it is None.
+
+        If it `is_part` of the weights, arrays may be missing. One that is there must be there with all of its tensors.
+        """
+        prefix = _prefix(family, tensors) if prefix is None else prefix
         prefixes = [family.names.layer_prefix(prefix, layer) for layer in range(spec.num_layers)]
         layers = [family.layer_sources(spec, layer, start) for layer, start in enumerate(prefixes)]
         scales = _kv_scales(tensors, spec, prefixes)
         outer = outer_sources(spec, prefix, _names(family, tensors))
         weights = cls(tensors, outer, tuple({**own, **more} for own, more in zip(layers, scales, strict=True)))
+        if is_part:
+            weights = weights._only_given()
         weights._check_names(family, spec)
-        weights._check_kv_scales(prefixes, needs_kv_scales)
+        weights._check_kv_scales(prefixes, needs_kv_scales and not is_part)
         return weights
+
+    @classmethod
+    def part_of(cls, tensors: Tensors, family: Family, spec: ModelSpec) -> "StoredWeights":
+        """Checks the tensors of a part of the weights. Raises ValueError as `open`, and where none of them is known."""
+        found = None
+        for prefix in (*family.prefixes, ""):
+            try:
+                return cls.of(tensors, family, spec, prefix=prefix, is_part=True)
+            except ValueError as error:  # the prefix that most checkpoints have tells most
+                found = found or error
+        assert found is not None, "a family has a prefix"
+        raise found
+
+    def has(self, name: str, layer: int | None) -> bool:
+        """Returns whether it has the array of that name, of a layer or, with None, outside the layers."""
+        return name in (self.outer if layer is None else self.layers[layer])
+
+    def _only_given(self) -> "StoredWeights":
+        """Returns only the arrays with tensors. Raises ValueError where an array has some of its tensors alone."""
+        names = self.tensors.names
+
+        def given(arrays: Mapping[str, tuple[Source, ...]]) -> Mapping[str, tuple[Source, ...]]:
+            kept = {}
+            for array, sources in arrays.items():
+                there = [source.name for source in sources if source.name in names]
+                missing = [source.name for source in sources if source.name not in names]
+                if there and missing:
+                    raise ValueError(
+                        f"{self.tensors.where(there[0])}: {there[0]} and {missing[0]} are parts of one matrix here, "
+                        "and only the former is given: give all parts of a matrix in one update"
+                    )
+                if there:
+                    kept[array] = sources
+            return kept
+
+        return replace(self, outer=given(self.outer), layers=tuple(map(given, self.layers)))
 
     def fill(self, name: str, layer: int | None) -> Fill:
         """Returns the function that fills the array of that name, of a layer or, with None, outside the layers."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from jaxvllm.models.layer_memory import LayerMemory
+from jaxvllm.models.token_adapters import TokenAdapters
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import IndexQueries
 from sharding.axis import ModelAxis
@@ -89,3 +90,4 @@ class LayerInput:
     # Returns the cache in which the experts that tokens have chosen, i32[T, k], are counted. None: nobody counts them.
     count: Callable[[Any, jax.Array], Any] | None = None
     backend: Backend = REFERENCE  # whose kernels compute what no form of a matrix and no memory does
+    adapters: TokenAdapters | None = None  # None: no token has one

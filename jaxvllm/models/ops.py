@@ -6,6 +6,7 @@ They are few and large, because each operation has a cost in XLA on CPU.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.forms.form import Activation, Arrays, BoundedSwiglu, ClampedSwiglu, Experts, Form, Gating, Matrix
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
+from jaxvllm.models.token_adapters import TokenAdapters
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,45 @@ class InStack:
     index: jax.Array | int
 
 
-Weight = jax.Array | Matrix | OneOf | Slice | InStack
+@dataclass(frozen=True)
+class Adapted:
+    """A matrix to whose products the adapters of tokens add theirs: (x A^T) B^T, see `models.lora`.
+
+    By groups `a` is that of a matrix [W, in] for each slot, and `b` of one [.., W]. Otherwise they are matrices of all
+    slots, [N W, in] and [.., N W].
+    """
+
+    matrix: "Weight"
+    a: Any
+    b: Any
+    tokens: TokenAdapters
+    by_group: bool
+
+    def added(self, x: jax.Array) -> jax.Array:
+        """Returns what adapters add for x [T, in]: [T, ..], and zeros for tokens without one."""
+        tokens = self.tokens
+        if self.by_group:
+            h = project_grouped(x[tokens.order], self.a, tokens.starts)
+            y = project_grouped(h, self.b, tokens.starts)[tokens.places]
+            has_one = (tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
+            return jnp.where(has_one, y, jnp.zeros((), y.dtype))
+        h = project(x, self.a)
+        of_slots = h.reshape(len(x), tokens.num_slots, -1)
+        is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
+        # Not a product: what an adapter makes of the tokens of others may be infinite.
+        own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
+        return project(own.reshape(h.shape), self.b)
+
+
+Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
 ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 
 
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
+    if isinstance(weight, Adapted):
+        y = project(x, weight.matrix, bias, dtype)
+        return y + weight.added(x).astype(y.dtype)
     if isinstance(weight, OneOf):
         return biased(
             _by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
@@ -62,7 +97,7 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
     """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
-    if isinstance(weight, Slice | InStack):
+    if isinstance(weight, Slice | InStack | Adapted):
         return gated(project(x, weight, bias), gating)
 
     def product(form: Form, matrices: Sequence[Arrays], index: jax.Array | int) -> jax.Array:

@@ -1,6 +1,8 @@
 """Builds the tree of parameters on devices. Each device's shard of each array is read alone, one layer at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from jaxvllm.models.experts import first_slots
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.choice import MatrixKey
 from jaxvllm.models.forms.few_bits import Elements, FewBits
+from jaxvllm.models.large_pages import kept_zeros
 from jaxvllm.models.params import Layout, Params, StackLayers, build, declaration, first_layer, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Box, Fill, Tile, aligned_zeros, by_threads, spread_boxes, tiled
@@ -26,6 +29,8 @@ _PIECE = 1 << 19
 ShardingOf = Callable[[ParamDecl], NamedSharding]
 # Returns the function that fills the array of that name, of a layer or, with None, outside the layers.
 Weights = Callable[[str, int | None], Fill]
+# Makes zeros of a shape and a dtype.
+Zeros = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 # Returns what is stored of the elements of that matrix.
 StoredElements = Callable[[str, int | None], Elements]
 # Yields the array of that name, of a layer or, with None, outside the layers. It comes in one part or in several that
@@ -44,7 +49,7 @@ def read_shards(weights: Weights, spread: Spread, layout: Layout, dtype: DTypeLi
     def parts(name: str, whole: ParamDecl, layer: int | None) -> Iterator[jax.Array]:
         fill = spread_fill(spread, name, whole, layer, weights(name, layer))
         for part in _parts(whole, layout, layer):
-            yield _read(fill, whole, part, whole.dtype_in(dtype), sharding_of)
+            yield _read(fill, whole, part, whole.dtype_in(dtype), sharding_of, aligned_zeros)
 
     return parts
 
@@ -73,7 +78,7 @@ def read_stored(
         fills, decls = form.fills(whole, elements), form.declare(whole)
         for part in _parts(whole, layout, layer):
             arrays = {
-                key: _read(by_threads(fills[key], _PIECE), decl, part, decl.dtype_in(dtype), sharding_of)
+                key: _read(by_threads(fills[key], _PIECE), decl, part, decl.dtype_in(dtype), sharding_of, kept_zeros)
                 for key, decl in decls.items()
             }
             yield Matrix(form, arrays)
@@ -87,15 +92,20 @@ def spread_fill(spread: Spread, name: str, whole: ParamDecl, layer: int | None, 
     return tiled([Tile(box, stored, origin) for box, origin in boxes])
 
 
-def _read(fill: Fill, decl: ParamDecl, half: int | None, dtype: np.dtype, sharding_of: ShardingOf) -> jax.Array:
-    """Reads the array with this declaration, or one half along its first dimension, each device its own part."""
+def _read(
+    fill: Fill, decl: ParamDecl, half: int | None, dtype: np.dtype, sharding_of: ShardingOf, zeros: Zeros
+) -> jax.Array:
+    """Reads the array with this declaration, or one half along its first dimension, each device its own part.
+
+    `zeros` makes the memory, which an array on a CPU keeps.
+    """
     shape = decl.shape if half is None else (1, *decl.shape[1:])
     before = half or 0
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         box = Box.of_index(index, shape)
-        out = aligned_zeros(box.shape, dtype)
+        out = zeros(box.shape, dtype)
         fill(out, (box.start[0] + before, *box.start[1:]))
         return out
 
@@ -114,12 +124,31 @@ def sharding_on(mesh: Mesh) -> ShardingOf:
     return lambda decl: sharding(decl.axes)
 
 
+@dataclass(frozen=True)
+class WeightPatch:
+    """A change of some arrays of a stage, those that are `given`, by their names and layers, in the tree `before`.
+
+    All others stay, the slots of experts among them. None stands for outside the layers.
+    """
+
+    before: Params
+    given: Callable[[str, int | None], bool]
+
+
 def assemble(
-    spread: Spread, stage: int, layout: Layout, dtype: DTypeLike, sharding_of: ShardingOf, parts: Parts, forms: Forms
+    spread: Spread,
+    stage: int,
+    layout: Layout,
+    dtype: DTypeLike,
+    sharding_of: ShardingOf,
+    parts: Parts,
+    forms: Forms,
+    patch: WeightPatch | None = None,
 ) -> Params:
     """Builds the tree of a stage of `spread` from its arrays. Only those of a stacked layer may come in several parts.
 
     Each part is in its place before the next one is read, because an unfinished transfer or update keeps its memory.
+    With a `patch`, an array that is not given is the same as before, and a stack some of whose layers are is a copy.
     """
 
     def parts_of(name: str, decl: ParamDecl, layer: int | None) -> Iterator[jax.Array | Matrix]:
@@ -128,8 +157,13 @@ def assemble(
         # Not `device_put`, for which processes would wait for each other.
         return iter([jax.make_array_from_callback(decl.shape, sharding_of(decl), first_slots(*decl.shape).__getitem__)])
 
-    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None, before: Any = None) -> Any:
         number = first_layer(layers)
+        given = () if layers is None else layers[stage]
+        if patch is not None:
+            given = tuple(layer for layer in given if patch.given(name, layer))
+            if not given and not (layers is None and patch.given(name, None)):
+                return before
 
         def kept(part: jax.Array | Matrix) -> Any:
             if isinstance(part, Matrix):
@@ -146,11 +180,11 @@ def assemble(
             array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
             return array
 
-        stack = forms.node(name, decl, number, zeros)
+        stack = forms.node(name, decl, number, zeros) if patch is None else jax.tree.map(jnp.copy, before)
         held = jax.tree.leaves(stack)
         puts = [jax.jit(_put, donate_argnums=0, out_shardings=array.sharding) for array in held]
-        for i, layer in enumerate(layers[stage]):
-            first = 0
+        for layer in given:
+            i, first = layers[stage].index(layer), 0
             for part in parts_of(name, decl, layer):
                 new = jax.tree.leaves(kept(part))
                 at = np.int32(i), np.int32(first)
@@ -159,7 +193,35 @@ def assemble(
                 first += len(new[0])
         return jax.tree.unflatten(jax.tree.structure(stack), held)
 
-    return build(spread, layout, leaf)
+    if patch is None:
+        return build(spread, layout, leaf)
+    makers = build(spread, layout, lambda *of_leaf: partial(leaf, *of_leaf))
+    made: Params = _filled(makers, patch.before)
+    return made
+
+
+def _filled(makers: Any, before: Any) -> Any:
+    """Returns the tree that `makers` make, each of what was in its place before."""
+    if isinstance(makers, dict):
+        return {name: _filled(make, before[name]) for name, make in makers.items()}
+    if isinstance(makers, list):
+        return [_filled(make, old) for make, old in zip(makers, before, strict=True)]
+    return makers(before)
+
+
+def of_stage(whole: Params, spread: Spread, stage: Mesh, forms: Forms) -> Params:
+    """Returns what the devices of a stage have of a tree that `joined` has made. Nothing is copied."""
+    devices, sharding_of = set(stage.local_devices), sharding_on(stage)
+
+    def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+        return forms.node(name, decl, first_layer(layers), lambda own: own.stacked(most(layers)) if layers else own)
+
+    def part(decl: ParamDecl, array: jax.Array) -> jax.Array:
+        shards = [shard.data for shard in array.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(decl.shape, sharding_of(decl), shards)
+
+    tree: Params = jax.tree.map(part, build(spread, "stacked", leaf), whole)
+    return tree
 
 
 def joined(stages: Sequence[Params], like: Params) -> Params:

@@ -120,6 +120,16 @@ class ModelSpec:
         return next(indexer.top_k for indexer in indexers if isinstance(indexer, SparseIndexer))
 
     @property
+    def has_lora(self) -> bool:
+        """Whether there is room for adapters."""
+        return self.num_lora_slots > 0
+
+    @property
+    def num_lora_slots(self) -> int:
+        """The number of adapters that there is room for at once."""
+        return max((layer.lora.num_slots for layer in self.layers if layer.lora is not None), default=0)
+
+    @property
     def shares_memory(self) -> bool:
         """Whether a layer reads the memory of another."""
         return any(layer.reads is not None for layer in self.layers)

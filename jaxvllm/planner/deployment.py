@@ -171,9 +171,9 @@ class Deployment:
     def forms(self) -> Forms:
         """The forms of the matrices, which need no turning to be counted and compiled.
 
-        A quantized checkpoint is taken to have all matrices of its layers so, because the config alone is read. The list
-        of tensors of a GGUF file is read as well. Raises ValueError that names a tensor which is not as the metadata
-        say.
+        A quantized checkpoint is taken to have all matrices of its layers so, because the config alone is read. The
+        list of tensors of a GGUF file is read as well. Raises ValueError that names a tensor which is not as the
+        metadata say.
         """
         by_tile = self.layout == "separate"
         forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=by_tile, shards=self.size)

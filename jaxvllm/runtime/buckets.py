@@ -17,7 +17,8 @@ class Bucket:
     its rows could use, the step divides them (`runtime/draft_share.py`). A bucket that is split samples in a second
     program, as mixed buckets do, so that something may come between: masks, which rows wait for. In a blind one the
     proposer does not see what the model computes: it costs less where drafts do not pay. A plain one has no logit rules
-    and reports no log-probabilities: it compiles sooner.
+    and reports no log-probabilities: it compiles sooner. Only an adapted one has tokens with adapters; its twin without
+    costs what a step of an engine without room for adapters costs.
     """
 
     num_tokens: int
@@ -27,6 +28,7 @@ class Bucket:
     num_drafts: int = 0  # of a row
     is_blind: bool = False
     is_plain: bool = False
+    is_adapted: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.num_rows <= self.num_tokens:
@@ -60,8 +62,11 @@ class Bucket:
         """Returns whether `plan` fits. A plan of decode rows fits every bucket that is large enough.
 
         A plan that is split does not fit a decode bucket: it needs a bucket that samples in a second program. A blind
-        bucket takes only plans that may be blind, and a plain one those that are plain.
+        bucket takes only plans that may be blind, and a plain one those that are plain. Plans without adapters fit
+        adapted buckets, too.
         """
+        if plan.has_adapters and not self.is_adapted:
+            return False
         if (self.is_blind and not plan.is_blind) or (self.is_plain and not plan.is_plain):
             return False
         if plan.num_drafts != self.num_drafts or plan.row_tokens > self.row_tokens:
@@ -72,6 +77,8 @@ class Bucket:
         return fits and (not self.is_decode or (plan.num_decode == plan.num_rows and not plan.is_split))
 
     def __str__(self) -> str:
+        if self.is_adapted:
+            return f"{replace(self, is_adapted=False)}, adapted"
         if self.num_drafts:
             if self.num_tokens < self.num_rows * (1 + self.num_drafts):
                 room = self.num_tokens - self.num_rows
@@ -128,7 +135,8 @@ class BucketLadder:
     """The buckets of an engine, smallest first. The last one holds every plan that the scheduler can make.
 
     Beside them there is a `split` one for every decode bucket, which few plans need, and where there is a proposer, one
-    with drafts, and a `blind` one for every bucket of which the proposer computes something.
+    with drafts, and a `blind` one for every bucket of which the proposer computes something. Where there is room for
+    adapters, each has an adapted twin after it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -143,6 +151,7 @@ class BucketLadder:
         width: int = 1,
         drafts: DraftRoom = NO_DRAFTS,
         begins_plain: bool = True,
+        has_lora: bool = False,
     ) -> "BucketLadder":
         """Makes a decode bucket for each of `row_counts`, and two mixed buckets for each of `token_counts`.
 
@@ -157,7 +166,10 @@ class BucketLadder:
         # This bucket holds every plan. If it had as many tokens as rows, it would be a decode bucket: so it has a token
         # more.
         mixed.add(Bucket(max(tokens[-1], rows[-1] + 1), rows[-1]))
-        return cls((*(Bucket(r, r, width) for r in rows), *sorted(mixed)), drafts, begins_plain)
+        buckets = [*(Bucket(r, r, width) for r in rows), *sorted(mixed)]
+        if has_lora:
+            buckets = [twin for bucket in buckets for twin in (bucket, replace(bucket, is_adapted=True))]
+        return cls(tuple(buckets), drafts, begins_plain)
 
     @property
     def largest(self) -> Bucket:
@@ -166,7 +178,8 @@ class BucketLadder:
     @cached_property  # asked before every step
     def first(self) -> Bucket:
         """The smallest bucket for plans of every kind."""
-        return next(bucket for bucket in self.buckets if not bucket.is_decode)
+        adapted = self.largest.is_adapted
+        return next(bucket for bucket in self.buckets if not bucket.is_decode and bucket.is_adapted == adapted)
 
     @cached_property
     def plain(self) -> Bucket:
@@ -181,8 +194,8 @@ class BucketLadder:
     @cached_property  # asked before every step
     def widest(self) -> Bucket | None:
         """The decode bucket that holds every plan of decode rows, or None if there is no such bucket."""
-        rows = self.largest.num_rows
-        return next((b for b in self.buckets if b.is_decode and b.num_rows == rows), None)
+        rows, adapted = self.largest.num_rows, self.largest.is_adapted
+        return next((b for b in self.buckets if b.is_decode and b.num_rows == rows and b.is_adapted == adapted), None)
 
     @cached_property
     def split(self) -> tuple[Bucket, ...]:
@@ -190,7 +203,7 @@ class BucketLadder:
 
         The largest, which holds all, comes first.
         """
-        split = [Bucket(b.num_rows, b.num_rows, is_split=True) for b in self.buckets if b.is_decode]
+        split = [replace(b, width=1, is_split=True) for b in self.buckets if b.is_decode]
         return (*split[-1:], *split[:-1])
 
     @cached_property
@@ -202,7 +215,7 @@ class BucketLadder:
         most = self.drafts.max_rows
         decode = [b for b in self.buckets if b.is_decode and (most is None or b.num_rows <= most)]
         return tuple(
-            Bucket(b.num_rows + max(b.num_rows * average, k), b.num_rows, b.width, num_drafts=k)
+            replace(b, num_tokens=b.num_rows + max(b.num_rows * average, k), num_drafts=k)
             for k, average in self.drafts.kinds
             for b in decode
         )
@@ -222,8 +235,9 @@ class BucketLadder:
     def choose(self, plan: StepPlan, ready: Iterable[Bucket]) -> Bucket | None:
         """Returns the cheapest bucket of `ready` that holds `plan`, or None."""
 
-        def cost(bucket: Bucket) -> tuple[int, int, bool, bool, bool]:
-            return bucket.num_tokens, bucket.num_rows, bucket.is_split, not bucket.is_blind, not bucket.is_plain
+        def cost(bucket: Bucket) -> tuple[int, int, bool, bool, bool, bool]:
+            size = bucket.num_tokens, bucket.num_rows
+            return *size, bucket.is_split, bucket.is_adapted, not bucket.is_blind, not bucket.is_plain
 
         return min((bucket for bucket in ready if bucket.holds(plan)), key=cost, default=None)
 

@@ -250,7 +250,7 @@ class CacheShape:
         num_features = None if self.draft is None else self.draft.num_features
         sizes = (self.num_slots, self.max_pages, self.page_size, spec.vocab_size)
         drafts = num_features, self.has_index, self.has_drafts
-        return SlotSizes(*sizes, windows, *drafts, self.side, self.loads(spec))
+        return SlotSizes(*sizes, windows, *drafts, self.side, self.loads(spec), spec.has_lora)
 
     def loads(self, spec: ModelSpec) -> LoadShape | None:
         """Returns the shape of the loads of experts, or None where nobody counts them."""

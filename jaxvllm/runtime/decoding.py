@@ -26,6 +26,7 @@ from jaxvllm.runtime.step_model import (
     DRAFT_MARK,
     DeviceOutput,
     StepModel,
+    adapters_of,
     append,
     are_alive,
     are_stops,
@@ -138,7 +139,8 @@ def _decode_once(
     rows = RaggedRows.build(tables[:, 0], starts, is_alive.astype(jnp.int32), len(slots))
     last = now.state["history"][slots, starts]
     depths = () if proposer is None else proposer.depths
-    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths)
+    adapters = adapters_of(now.state, slots, model)
+    computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths, adapters=adapters)
     logits = project_logits(params, model.shard, computed.hidden)
     tokens, best = draw(now.state, logits, slots, lengths, model)
     counts = is_alive.astype(jnp.int32)
@@ -239,7 +241,8 @@ def _verify(
     token_slots = jnp.where(rows.is_real(), slots[rows.token_rows], trash_slot(state))
     token_ids = state["history"][token_slots, rows.positions]
     most = 1 + num_drafts
-    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, proposer.depths, most)
+    ways = proposer.depths, most, None, None, adapters_of(state, slots, model)
+    computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, *ways)
     state = with_loads(state, computed.loads)
     logits = project_logits(params, model.shard, computed.hidden)
     next_positions = rows.positions + 1

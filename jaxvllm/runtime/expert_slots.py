@@ -41,13 +41,17 @@ class ExpertSlots:
         self.held: dict[int, Ints] = {}  # the expert in each slot of each layer, i32[slots]
         self._spread, self._whole = spread, spread.whole
         self._everywhere = NamedSharding(mesh, EVERYWHERE)
-        for number, ffn in self.ffns.items():  # not read: devices of another process may have the arrays of a stage
-            assert ffn.most_copies is not None, "the layer has slots"
-            self.held[number] = experts_in(first_slots(ffn.router.num_experts, ffn.most_copies), ffn.num_slots)
+        self.begin()
         self._programs: dict[ExpertsFfn, Any] = {}
         for number, ffn in self.ffns.items():
             if ffn not in self._programs:
                 self._programs[ffn] = make_program(self._recipe(params, number, mesh))
+
+    def begin(self) -> None:
+        """Takes note that the experts are in the slots in which they are loaded."""
+        for number, ffn in self.ffns.items():  # not read: devices of another process may have the arrays of a stage
+            assert ffn.most_copies is not None, "the layer has slots"
+            self.held[number] = experts_in(first_slots(ffn.router.num_experts, ffn.most_copies), ffn.num_slots)
 
     def read(self, params: Params) -> None:
         """Reads from parameters which expert is in which slot. All devices must be those of this process."""

@@ -39,12 +39,14 @@ class Kept(NamedTuple):
     taken: what the states of layers did not take in yet
     chosen: the positions that the last index of the layers has chosen, where a layer after its own reads them
     loads: u32[L, X], how many tokens have chosen each expert of each layer, where they are counted
+    choices: [T, layers with experts, k], the experts that each token has chosen, where they are told
     """
 
     pages: KVCachePages
     taken: TakenIn
     chosen: ChosenPositions | None
     loads: jax.Array | None
+    choices: jax.Array | None = None
 
 
 @dataclass(frozen=True, eq=False)

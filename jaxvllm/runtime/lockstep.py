@@ -11,6 +11,7 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_plan import PageEntries, StepPlan
 from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket
@@ -125,6 +126,9 @@ class LockstepReplica(PlanRunner):
 
     def put_pages(self, pages: Sequence[NDArray[np.int32]], contents: Sequence[NDArray[np.generic]]) -> None:
         self._group.devices.put_pages(pages, contents, self._index)
+
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        raise NotImplementedError("replicas that share experts have no adapters yet")
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         return self._group.sample({self._index: plan}, bucket)[self._index]

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_plan import Admission, DraftCounts, Fork, StepOutput, StepPlan, TopLogprobs
 from jaxvllm.core.step_sizes import StepSizes
 from jaxvllm.runtime.batch import pack
@@ -102,6 +103,10 @@ class PlanRunner(ABC):
         `contents` are [N, L, K, S, W], of each array of the cache.
         """
 
+    @abstractmethod
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Puts an adapter into a slot after all steps that were dispatched, and returns at once."""
+
     @property
     def step_sizes(self) -> StepSizes:
         """The sizes of the steps with prompts that are compiled so far."""
@@ -122,6 +127,10 @@ class PlanRunner(ABC):
 
     def bring_in(self, of_step: Sequence[Admission]) -> None:
         """Tells the devices of requests that get a slot in a step which is not dispatched yet."""
+        for admission in of_step:
+            if admission.brings_adapter:
+                assert admission.request.adapter is not None
+                self.bring_adapter(admission.adapter_slot, admission.request.adapter)
         for admissions in batched(of_step, ADMISSION_BATCH):
             self.call(Admit(pack_admissions(admissions, self.sizes)))
             for admission in admissions:
@@ -170,6 +179,7 @@ class PlanRunner(ABC):
         """Waits for the output of `step` and brings it to the host; log-probabilities only when a row wants them."""
         plan, result = step.plan, step.result
         yielded = np.asarray(result.output.yielded)[: plan.num_rows]
+        self.programs.compile_more()
         tokens, drafts, were_drafts = yielded[:, 1 : 1 + plan.row_tokens], None, None
         if plan.num_drafts:
             drafted, accepted = np.split(yielded[:, 1 + step.bucket.row_tokens :], 2, axis=1)

@@ -3,7 +3,8 @@
 The smallest answers soonest: on a slow device, a prompt of 5 tokens takes much longer in a step for 512 than in one for
 16. Where most requests have no logit rules, its plain twin comes before it, and steps with others wait for the first.
 Then comes the largest.
-Until it is ready, the scheduler plans no more than the first holds.
+Until it is ready, the scheduler plans no more than the first holds. Nothing is compiled beside the first step of a
+request that comes at once.
 
 Split buckets are compiled when the first plan could use one, and drafted ones, where nobody chose a proposer, when
 something asks for them: most engines need neither.
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 COMPILE_NICENESS = 15
 # The interval of checking whether a program is ready: a tenth of a slow step.
 WAIT_SECONDS = 0.01
+# How long the other buckets wait for the first step to end. TODO numbers
+FIRST_STEP_SECONDS = 0.25
 
 
 class Programs[Program]:
@@ -49,6 +52,7 @@ class Programs[Program]:
         self._yields = yields
         self._compile_step = compile_step
         self._closed = threading.Event()
+        self._needs_more = threading.Event()
         self._ready: dict[Bucket, Program] = {}
         # Tokens and rows of the compiled buckets that hold prompts. Every step asks, so they are not sought each time.
         self.mixed_sizes: tuple[tuple[int, int], ...] = ()
@@ -86,6 +90,10 @@ class Programs[Program]:
         widest = self.ladder.widest
         return widest.width if widest in self._ready else 1
 
+    def compile_more(self) -> None:
+        """Has the other buckets compiled from now on: the first step is over, or something waits for them."""
+        self._needs_more.set()
+
     @property
     def may_compile_drafts(self) -> bool:
         """Whether there are buckets with drafts that are compiled only when `compile_drafts` is called."""
@@ -119,6 +127,7 @@ class Programs[Program]:
             assert can_be_held, f"no bucket holds {plan.num_tokens} tokens in {plan.num_rows} rows"
             if not compiling:
                 raise RuntimeError(f"no bucket that holds {plan.num_tokens} tokens compiled: see the log above")
+            self.compile_more()
             self._thread.join(WAIT_SECONDS)
 
     def wait_for(self, bucket: Bucket) -> Program:
@@ -138,10 +147,12 @@ class Programs[Program]:
                 return self._ready[bucket]
             if not compiling:
                 raise RuntimeError(f"bucket {bucket} did not compile here, and process 0 uses it: see the log above")
+            self.compile_more()
             thread.join(WAIT_SECONDS)
 
     def wait(self) -> None:
         """Waits until every bucket is compiled that was asked for. Split and drafted ones may be asked for later."""
+        self.compile_more()
         self._thread.join()
         for thread in (self._split_thread, self._draft_thread):
             if thread is not None:
@@ -188,6 +199,7 @@ class Programs[Program]:
                     logger.exception("bucket %s did not compile; others take its steps, only slower", bucket)
 
     def _compile_rest(self) -> None:
+        self._needs_more.wait(FIRST_STEP_SECONDS)
         # Plans may wait for these, and beside busy processes a thread that has given way gets 0.5% of a core.
         self._compile_all([self.ladder.first, self.ladder.largest])
         self._give_way()

@@ -18,13 +18,14 @@ from sharding.axis import ALONE, ModelAxis
 MAX_CHUNK = 128
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["best", "hidden"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["best", "hidden", "choices"], meta_fields=[])
 @dataclass(frozen=True)
 class PromptScores:
-    """The values that `step.forward` leaves of prompts that are scored, T tokens."""
+    """The values that `step.forward` leaves of its T tokens, for readouts and for prompts that are scored."""
 
     best: DeviceLogprobs  # [T], of the token after each, where few are wanted
     hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may read them
+    choices: jax.Array | None  # [T, layers with experts, k]: the experts that each has chosen; None: nobody is told
 
 
 def is_scored(batch: Batch) -> jax.Array:

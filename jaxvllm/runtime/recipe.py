@@ -19,7 +19,7 @@ import jaxlib.version
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from pallas_kernels.cpu.handlers import compiled_by_another_thread
+from pallas_kernels.cpu.handlers import CodeStore, compiled_by_another_thread
 
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     # For v7x XLA:TPU wants 16-bit weights tiled (16, 128), is given them tiled (8, 128), as everywhere else, and copies
@@ -77,8 +77,11 @@ class Recipe:
         specs = jax.tree.map(lambda x: x.sharding.spec, changed) if mesh.size > 1 else None
         return cls(run, arguments, mesh, donates=tuple(range(count)), out_specs=specs)
 
-    def compile(self) -> jax.stages.Compiled:
-        """Traces, lowers and compiles the program for the devices of the mesh."""
+    def compile(self, kernels: CodeStore | None = None) -> jax.stages.Compiled:
+        """Traces, lowers and compiles the program for the devices of the mesh.
+
+        Kernels for CPUs come from `kernels`, or go there.
+        """
         run = self.run
         if self.out_specs is not None:
             run = jax.shard_map(
@@ -97,7 +100,7 @@ class Recipe:
         with (
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
             jax.default_device(device) if is_own_gpu else nullcontext(),
-            compiled_by_another_thread(),
+            compiled_by_another_thread(kernels),
         ):
             lowered = program.lower(*self.arguments)
         return lowered.compile(self.options)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_sizes import step_overhead
-from jaxvllm.models.params import Params
+from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.lora import LORA
+from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.adapter_fills import AdapterFills
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
@@ -32,18 +37,23 @@ from jaxvllm.runtime.multihost.calls import (
     ForkSlots,
     Forward,
     Mask,
+    ParkWeights,
     PlaceExperts,
     Read,
+    ReadWeights,
     Recall,
     Recount,
+    ReleasePages,
     Reset,
     SampleRows,
     SampleSome,
     Step,
     TakeLoads,
+    UnparkWeights,
 )
 from jaxvllm.runtime.multihost.leader import Leader
 from jaxvllm.runtime.page_copies import COPY_BATCH, PageContents, PageCopier
+from jaxvllm.runtime.parked_params import are_dropped, are_parked, parked, restored
 from jaxvllm.runtime.plan_runner import PlanRunner, StepResult
 from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.proposers import Proposer
@@ -92,17 +102,20 @@ class Runner(PlanRunner):
         sampling: SamplerOptions = DEFAULT_OPTIONS,
         make_program: Callable[[Recipe], jax.stages.Compiled] = Recipe.compile,
         proposer: Proposer | None = None,
+        read_weights: Callable[[Path], Params] | None = None,
     ):
         """Allocates pages and state on `mesh` and compiles the first bucket; the others follow in the background.
 
-        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. For
-        `yields` see `Programs`.
+        With a `leader`, the processes that follow it have devices of the mesh too, and do what this runner does. Then
+        all have a `SharedReader` to `read_weights`. For `yields` see `Programs`.
         """
         self.shape = shape
         # Whether a step with drafts takes longer after steps without.
         self.proposer_catches_up = proposer is not None and proposer.cache is not None and not proposer.sees_all
         self._leader = leader
         self._params = params
+        self._read_weights = read_weights
+        self._trouble: ValueError | None = None  # why weights could not be read when they were read last
         pages, state = shape.pages(spec, backend, mesh), shape.state(spec, mesh)
         self.sizes = shape.sizes(spec)
         self.side = shape.side
@@ -110,7 +123,8 @@ class Runner(PlanRunner):
         self._replica_devices = mesh.size // self.num_replicas
         # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self.overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
-        self._pages_grow = mesh.devices.flat[0].platform == "cpu" and not backend.interpret
+        self._is_on_host = mesh.devices.flat[0].platform == "cpu"
+        self._pages_grow = self._is_on_host and not backend.interpret
         self._new_pages: Callable[[], KVCachePages] = (
             (lambda: jax.tree.map(partial(untouched, mesh=mesh), pages))
             if self._pages_grow
@@ -148,6 +162,7 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
+        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -235,13 +250,61 @@ class Runner(PlanRunner):
     def replace_params(self, params: Params) -> None:
         """Computes with `params` after all steps that were dispatched. They are as those before in shapes and places.
 
-        Raises NotImplementedError where other processes have devices of the mesh.
+        All devices of the mesh must be those of this process.
         """
-        if self._leader is not None:
-            raise NotImplementedError("weights on devices of several processes cannot be replaced: use one process")
+        assert self._leader is None, "no other process has these arrays"
         self._params = params
         if self.expert_slots is not None:
             self.expert_slots.read(params)
+
+    def read_params(self, directory: Path) -> None:
+        """Does the same with the weights of a directory, which all processes of the mesh read. Drafts stay.
+
+        Raises ValueError where one of them cannot. Then all go on with the weights before.
+        """
+        self.call(ReadWeights.of(directory))
+        if self._trouble is not None:
+            raise self._trouble
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the devices."""
+        return not are_parked(self._params)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether the devices have pages and state. While they have none, no step may be dispatched."""
+        return self._kv_pages is not None
+
+    def release_pages(self) -> None:
+        """Frees pages and state after all steps that were dispatched. `reset` makes new ones."""
+        self.call(ReleasePages())
+
+    def park_weights(self) -> None:
+        """Moves the weights to the host's memory, where those of CPUs are already."""
+        self.call(ParkWeights())
+
+    def unpark_weights(self) -> None:
+        """Brings the weights back to the devices with the same bits, unless they are there, or were dropped."""
+        self.call(UnparkWeights())
+
+    def drop_weights(self) -> None:
+        """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
+
+        What belongs to a draft model or to adapters stays as well, because nothing replaces it.
+
+        Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
+        """
+        if self._leader is not None:
+            raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
+        others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
+        own = {name: value for name, value in self._params.items() if name not in others}
+        self._params = parked(own, keeps=False) | others
+
+    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapter_fills is not None, "there is no room for adapters"
+        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
+        self._params = self._params | {LORA: filled}
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -296,8 +359,9 @@ class Runner(PlanRunner):
                 return StepResult(output, None if scores is None else scores.best)
             case Forward(bucket, packed):
                 begin = self.programs.wait_for(bucket).begin
-                self._kv_pages, self._state, *held = begin(self._params, self._kv_pages, self._state, packed)
-                self._forwarded = Forwarded(*held)
+                forwarded = begin(self._params, self._kv_pages, self._state, packed)
+                self._kv_pages, self._state, unsampled, scores = forwarded
+                self._forwarded = Forwarded(unsampled, scores, head_of(self._params))
             case Read(bucket, packed, number):
                 assert self._forwarded is not None, "nothing was forwarded"
                 name = DEVICE_READOUTS[number].name
@@ -308,20 +372,30 @@ class Runner(PlanRunner):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)
-                self._state, output = program.finish(self._params, self._state, left.unsampled)
+                self._state, output = program.finish(left.head, self._state, left.unsampled)
                 return StepResult(output, left.scores.best, left.reports)
             case SampleSome(bucket, turns, is_last):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left = self._forwarded
                 self._forwarded = None if is_last else replace(left, reports={})
                 program = self.programs.wait_for(bucket)
-                self._state, output = program.finish(self._params, self._state, left.unsampled, turns)
+                self._state, output = program.finish(left.head, self._state, left.unsampled, turns)
                 return StepResult(output, left.scores.best, left.reports)
             case TakeLoads():
                 self._state, self._loads = self._take_loads(self._state)
             case PlaceExperts(wanted, layer):
                 assert self.expert_slots is not None, "experts stay where they were loaded"
                 self._params = self.expert_slots.moved(self._params, layer, wanted)
+            case ReadWeights():
+                self._trouble = self._take_weights(call.directory)
+            case ReleasePages():
+                self._kv_pages = self._state = self._forwarded = self._loads = None  # type: ignore[assignment]
+            case ParkWeights():
+                if not self._is_on_host and self.has_weights:
+                    self._params = parked(self._params, keeps=True)
+            case UnparkWeights():
+                if not self.has_weights and not are_dropped(self._params):
+                    self._params = restored(self._params)
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -329,6 +403,18 @@ class Runner(PlanRunner):
             case Close():
                 self.programs.close()
                 self._params = self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]
+        return None
+
+    def _take_weights(self, directory: Path) -> ValueError | None:
+        """Reads the weights of a directory, and takes them unless a process cannot read them. Returns why, then."""
+        assert self._read_weights is not None, "one process alone replaces its weights itself"
+        try:
+            read = self._read_weights(directory)
+        except ValueError as error:
+            return error
+        self._params = read | ({DRAFT: self._params[DRAFT]} if DRAFT in self._params else {})
+        if self.expert_slots is not None:
+            self.expert_slots.begin()
         return None
 
     def call(self, call: Call) -> StepResult | None:

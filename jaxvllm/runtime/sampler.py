@@ -61,6 +61,7 @@ class SamplerOptions:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # of a token, that any request may want
     sums_prompts: bool = False  # whether prompts are pooled by the mean of their hidden states
+    tells_experts: bool = False  # whether requests are told which experts their tokens have chosen
     is_plain: bool = False  # whether no row has logit rules or wants log-probabilities; not all is compiled then
 
     @property

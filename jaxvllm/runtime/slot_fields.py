@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxvllm.core.lora import NO_ADAPTER
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.slots import MAX_STOP_IDS, NO_TOKEN
 from jaxvllm.core.step_plan import Admission
@@ -58,6 +59,7 @@ class SlotSizes:
     has_drafts: bool = False  # whether there is a proposer
     side: SideShape | None = None  # of the store of side inputs; None: there is none
     loads: LoadShape | None = None  # of the loads of experts; None: nobody counts them
+    has_lora: bool = False  # whether there is room for adapters
 
     @property
     def num_groups(self) -> int:
@@ -123,6 +125,9 @@ STOP_IDS = SlotField("stop_ids", np.int32, NO_TOKEN, lambda a: a.request.stop_to
 NUM_PROMPT = SlotField("num_prompt", np.int32, 0, lambda a: a.request.num_prompt_tokens)
 LATE_IDS = SlotField("late_ids", np.int32, NO_TOKEN, lambda a: a.request.late_token_ids, lambda sizes: (MAX_STOP_IDS,))
 PROGRESS = (LENGTH, LIMIT, IS_OVER, HISTORY, PAGE_TABLES, MIN_LENGTH, STOP_IDS, LATE_IDS, NUM_PROMPT)
+
+# The slot of the adapter of its request; there is such a field where there is room for adapters.
+ADAPTER = SlotField("adapter", np.int32, NO_ADAPTER, lambda a: a.adapter_slot)
 
 # What sampling needs of every row. Temperature 0 is greedy.
 TEMPERATURE = SlotField(

@@ -21,6 +21,7 @@ from jaxvllm.runtime.penalties import MAX_COUNT, OUTPUT_COUNTS
 from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES
 from jaxvllm.runtime.slot_fields import (
     ACCEPTANCE,
+    ADAPTER,
     DRAFTING,
     HISTORY,
     PROGRESS,
@@ -44,6 +45,7 @@ SLOT_FIELDS: tuple[SlotField, ...] = tuple(dict.fromkeys((*PROGRESS, *SAMPLING, 
 def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
     """Returns all fields of slots of these sizes."""
     fields = (*SLOT_FIELDS, ACCEPTANCE) if sizes.has_drafts else SLOT_FIELDS
+    fields = (*fields, ADAPTER) if sizes.has_lora else fields
     if sizes.num_features is None:
         return fields
     return (*fields, *(field for field in DRAFTING if 0 not in field.shape(sizes)))

@@ -26,6 +26,7 @@ from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
     DeviceOutput,
     StepModel,
+    adapters_of,
     append,
     are_alive,
     are_stops,
@@ -66,19 +67,18 @@ def forward(
     is_decode = batch.decodes[rows.token_rows] & rows.is_real()
     token_ids = jnp.where(is_decode, state["history"][slots, starts][rows.token_rows], batch.token_ids)
     depths = () if proposer is None else proposer.depths
-    # Proposers and pooled prompts read all tokens, and loads count the choices of all. Microbatches of stages have
-    # tokens of their own.
+    # Proposers and pooled prompts read all tokens, loads count the choices of all, and these may be told. Microbatches
+    # of stages have tokens of their own.
     reads_all = (
         proposer is not None
         or model.sampling.keeps_hidden
         or model.shape.counts_loads
+        or model.sampling.tells_experts
         or model.pipeline.stages.size > 1
     )
     is_read = None if reads_all else _are_read(batch, rows)
-    side_rows = state.get(SIDE_ROWS)
-    computed, kv_pages = compute(
-        params, kv_pages, token_ids, rows, tables, model, depths, side_rows=side_rows, is_read=is_read
-    )
+    ways = depths, None, state.get(SIDE_ROWS), is_read, adapters_of(state, slots, model)
+    computed, kv_pages = compute(params, kv_pages, token_ids, rows, tables, model, *ways)
     hidden, state = computed.hidden, with_loads(state, computed.loads)
     if proposer is not None:
         with jax.named_scope("see"):
@@ -89,7 +89,7 @@ def forward(
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
-    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None)
+    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None, computed.choices)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)

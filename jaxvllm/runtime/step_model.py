@@ -12,14 +12,16 @@ from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.token_adapters import TokenAdapters
 from jaxvllm.runtime.batch import Batch
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
+from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.layer_cache import Kept, LayerCache, TakenIn
 from jaxvllm.runtime.penalties import count_tokens
 from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
 from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
-from jaxvllm.runtime.slot_fields import DeviceState, Rows, SlotSizes
+from jaxvllm.runtime.slot_fields import ADAPTER, DeviceState, Rows, SlotSizes
 from jaxvllm.runtime.suffix_index import record
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -37,6 +39,7 @@ class StepModel:
     replicas: ReplicaAxis = NO_OTHERS  # that run the step together
     sampling: SamplerOptions = DEFAULT_OPTIONS
     pipeline: Pipeline = NO_PIPELINE
+    is_adapted: bool = False  # whether tokens have adapters
 
     @property
     def sizes(self) -> SlotSizes:
@@ -69,7 +72,7 @@ class StepModel:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads"],
+    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads", "choices"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Computed:
     states: jax.Array  # f[N, T, E], after those layers that the proposer asks for
     taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
     loads: jax.Array | None = None  # u32[L, X]: tokens that have chosen each expert, where they are counted
+    choices: jax.Array | None = None  # [T, layers with experts, k]: the experts of each token, where they are told
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -110,13 +114,14 @@ def compute(
     most_drafted: int | None = None,
     side_rows: jax.Array | None = None,
     is_read: jax.Array | None = None,
+    adapters: jax.Array | None = None,
 ) -> tuple[Computed, KVCachePages]:
     """Computes `token_ids` i32[T], whose KV is in the pages then. `tables` i32[R, groups, max_pages].
 
     With `side_rows` [N, E], the token `-1 - r` is its row r. `is_read` bool[T] is False for tokens whose hidden states
     may be anything, since nobody reads them; None: all are read.
     With `most_drafted` all but the first token of a row are drafts, and no row has more tokens than that. `commit` then
-    says how many of them count.
+    says how many of them count. `adapters` i32[R] are the slots of the rows' adapters; None: no row has one.
     """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
@@ -128,6 +133,9 @@ def compute(
         return LayerCache(part, model.shape, rows, pages, x.dtype, model.backend, most_drafted, is_cut)
 
     first = model.first_layer
+    told = ChoiceShape.of(model.spec) if model.sampling.tells_experts else None
+    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
+    assert of_tokens is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
     assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
     def run(
@@ -137,16 +145,23 @@ def compute(
         cache.make_plans()
 
         def count(kept: Kept, chosen: jax.Array, number: Scalar) -> Kept:
-            return cache.count(kept, chosen, first + number)
+            if kept.loads is not None:
+                kept = cache.count(kept, chosen, first + number)
+            if told is not None:
+                assert kept.choices is not None
+                kept = kept._replace(choices=told.stored(kept.choices, chosen, number))
+            return kept
 
         ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
-        counting = count if model.shape.counts_loads else None
+        counting = count if model.shape.counts_loads or told is not None else None
         x, states, kept = run_part(
-            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, of_tokens
         )
         return x, states, kept._replace(chosen=None)
 
     kept = cache_of(shard, with_tables, own_pages).begin
+    if told is not None:
+        kept = kept._replace(choices=told.zeros(len(token_ids)))
     x = begin_layers(params, shard, x)
     if model.pipeline.stages.size == 1:
         x, states, kept = run(shard, x, embeddings, with_tables, kept)
@@ -174,7 +189,10 @@ def compute(
             kept = kept._replace(loads=model.pipeline.stages.sum(kept.loads))
     x = end_layers(params, shard, x)
     hidden = final_norm(params, shard, x)
-    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads), (*kept.pages, *others)
+    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads, kept.choices), (
+        *kept.pages,
+        *others,
+    )
 
 
 def commit(
@@ -238,6 +256,11 @@ def append(
         "length": state["length"].at[at].set(lengths + counts, mode="drop"),
         "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
     }
+
+
+def adapters_of(state: DeviceState, slots: jax.Array, model: StepModel) -> jax.Array | None:
+    """Returns the slots i32[R] of the adapters of rows, or None where no row of the step has one."""
+    return state[ADAPTER.name][slots] if model.is_adapted else None
 
 
 def are_alive(state: DeviceState, slots: jax.Array) -> jax.Array:

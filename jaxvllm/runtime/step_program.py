@@ -18,6 +18,7 @@ from jaxvllm.runtime.batch import packed_size
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.decoding import decode
+from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.pipeline import Pipeline
@@ -150,9 +151,9 @@ class StepCompiler:
         arguments = (self.params, self.kv, self.state, packed)
         stays: Any = OF_REPLICAS
         read: Any = self._read_by_host
-        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays))
+        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays, choices=stays))
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
-        return self._make(run, arguments, (pages, stays, *outputs), donates=(1, 2))
+        return self._make(run, arguments, (pages, stays, *outputs), donates=(1, 2), is_adapted=bucket.is_adapted)
 
     def _is_seen(self, bucket: Bucket) -> bool:
         """Returns whether the proposer sees the steps of a bucket without drafts."""
@@ -216,15 +217,25 @@ class StepCompiler:
         """Returns the shape of so many hidden states."""
         return self.of_replicas((count, self.spec.hidden_size), activation_dtype(self.params))
 
+    def choices(self, count: int) -> Any:
+        """Returns the shape of the experts that so many tokens have chosen."""
+        told = ChoiceShape.of(self.spec)
+        return self.of_replicas((count, *told.of_token), told.dtype)
+
     def _make(
-        self, run: Callable[..., Any], arguments: tuple[Any, ...], out_specs: Any, donates: tuple[int, ...]
+        self,
+        run: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        out_specs: Any,
+        donates: tuple[int, ...],
+        is_adapted: bool = False,
     ) -> jax.stages.Compiled:
         axis, stages = ModelAxis(self.mesh.shape[MODEL]), StageAxis(self.mesh.shape[STAGE])
         replicas = ReplicaAxis(self.mesh.shape[DATA])
         overhead = step_overhead(on_cpu=self.mesh.devices.flat[0].platform == "cpu")
         pipeline = Pipeline.of(self.spec, stages, overhead, self.shape.page_size)
         shape = self.shape.of_programs(self.spec)
-        model = StepModel(self.spec, shape, self.backend, axis, replicas, self.sampling, pipeline)
+        model = StepModel(self.spec, shape, self.backend, axis, replicas, self.sampling, pipeline, is_adapted)
         return self._make_recipe(partial(run, model=model), arguments, out_specs, donates)
 
     def _make_recipe(

@@ -18,6 +18,7 @@ from jax.experimental import serialize_executable
 from jaxvllm.runtime.entry_files import EntryFiles, make_private
 from jaxvllm.runtime.program_cache import set_aside
 from jaxvllm.runtime.recipe import NoName, Recipe
+from jaxvllm.runtime.stored_kernels import StoredKernels
 from pallas_kernels.cpu.handlers import register_code, registered_code
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ class StoredPrograms:
     def __init__(self, directory: Path | None):
         """Makes the directory if it is not there, and cleans it up. None: programs are compiled, and not stored."""
         self._files: EntryFiles | None = None
+        self._kernels: StoredKernels | None = None
         self._were_loaded: list[bool] = []  # one a program; threads append to it
         if directory is not None and make_private(directory):
             self._files = EntryFiles(directory, "-program", is_private=True)
             self._files.clean_up(MAX_BYTES)
+            self._kernels = StoredKernels(directory)
 
     @classmethod
     def beside(cls, cache_directory: Path) -> "StoredPrograms":
@@ -61,8 +64,8 @@ class StoredPrograms:
         if program is not None:
             return program
         if self._files is None or name is None:
-            return recipe.compile()
-        return _compile_and_store(self._files, name, recipe)
+            return recipe.compile(self._kernels)
+        return _compile_and_store(self._files, name, recipe, self._kernels)
 
 
 def _name(recipe: Recipe) -> str | None:
@@ -90,9 +93,11 @@ def _load(files: EntryFiles, name: str, recipe: Recipe) -> jax.stages.Compiled |
         return None
 
 
-def _compile_and_store(files: EntryFiles, name: str, recipe: Recipe) -> jax.stages.Compiled:
+def _compile_and_store(
+    files: EntryFiles, name: str, recipe: Recipe, kernels: StoredKernels | None
+) -> jax.stages.Compiled:
     with set_aside():
-        program = recipe.compile()
+        program = recipe.compile(kernels)
     try:
         # All handlers of this process: they are few (50 KB of the demo model), and nothing says which of them a program
         # calls.

@@ -5,6 +5,7 @@ at start, although a few requests fill only a tenth of it.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import jax
@@ -17,13 +18,24 @@ _METADATA_EXTENSION = 1
 
 
 def untouched(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
-    """Returns an array like `struct`, spread over the CPU devices of `mesh`. Its values are arbitrary."""
+    """Returns an array like `struct`, spread over the CPU devices of `mesh`. Its values are arbitrary.
+
+    The first call for such an array compiles a program, which takes some milliseconds.
+    """
+    array: jax.Array = _program(struct, mesh)()
+    return array
+
+
+@cache
+def _program(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> Callable[[], jax.Array]:
     _register()
     axes = struct.sharding.spec
     shard = jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)
     make = jax.ffi.ffi_call(_TARGET, shard)
-    array: jax.Array = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=axes, check_vma=False))()
-    return array
+    program: Callable[[], jax.Array] = jax.jit(
+        jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=axes, check_vma=False)
+    )
+    return program
 
 
 class _Extension(ctypes.Structure):

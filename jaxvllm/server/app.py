@@ -13,13 +13,16 @@ from jaxvllm.server.error_handlers import add_error_handlers
 from jaxvllm.server.errors import from_validation
 from jaxvllm.server.exchange import as_api_error
 from jaxvllm.server.routes import (
+    adapters,
     chat_completions,
     completions,
     development,
     elastic,
     embeddings,
+    generate,
     info,
     messages,
+    pausing,
     playground,
     responses,
     sagemaker,
@@ -42,6 +45,7 @@ def create_app(service: Service) -> FastAPI:
     for module in (
         completions,
         embeddings,
+        generate,
         chat_completions,
         responses,
         stored_responses,
@@ -54,8 +58,11 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router(service))
     if service.config.enable_elastic_ep:
         app.include_router(elastic.router(service))
+    if service.config.lora_directory is not None:
+        app.include_router(adapters.router(service))
     if service.config.dev_endpoints:
         app.include_router(development.router(service))
+        app.include_router(pausing.router(service))
 
     app.add_middleware(HeadAsGet)
     app.add_middleware(AfterStart, service=service)

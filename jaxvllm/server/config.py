@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxvllm.core.value_checks import json_object
+from jaxvllm.server.adapter_names import read_modules
 from jaxvllm.server.http.http_config import HttpConfig
 from jaxvllm.text.chat_messages import RESERVED_VARIABLES
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
@@ -26,12 +28,15 @@ class ServerConfig(HttpConfig):
     max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
     request_timeout: float = 600.0  # seconds that a request may take in all
+    lora_modules: tuple[str, ...] = ()  # adapters that requests may name as their model: NAME=PATH
+    # Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters within this directory.
+    lora_directory: str | None = None
     tool_call_parser: str = "auto"  # how the model writes tool calls, by vLLM's names; auto: as its template shows
     enable_auto_tool_choice: bool = True  # false: no request may leave it to the model whether it calls a tool
     metrics_prefix: str = "jaxvllm"  # first part of the names of metrics; with vllm, dashboards made for vLLM work
     log_stats_interval: float = 10.0  # seconds between log lines while there is work
     enable_tokenizer_info_endpoint: bool = False  # GET /tokenizer_info: the tokenizer's settings and the chat template
-    # Add POST /reset_prefix_cache, which measurements use, and POST /update_weights_from_disk, which trainers use.
+    # Add POST /reset_prefix_cache, which measurements use, and endpoints of trainers: POST /update_weights, /pause.
     dev_endpoints: bool = False
     enable_elastic_ep: bool = False  # add POST /scale_elastic_ep, which changes the number of replicas
 
@@ -57,6 +62,15 @@ class ServerConfig(HttpConfig):
                 "chat_template_content_format must be auto, string or openai, not "
                 f"{self.chat_template_content_format!r}"
             )
+        read_modules(self.lora_modules)
+        if self.lora_directory is not None:
+            if not Path(self.lora_directory).is_dir():
+                raise ValueError(f"lora_directory {self.lora_directory} is no directory")
+            if self.api_server_count > 1:
+                raise ValueError(
+                    "lora_directory lets the adapters change, which each of several API processes would have to know: "
+                    "leave api_server_count out, or give lora_modules"
+                )
         object.__setattr__(self, "default_chat_template_kwargs", json.dumps(self._read_variables()))
 
     @property

@@ -25,8 +25,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "/batches": "`jaxvllm run-batch` answers files of requests",
     "/responses/compact": 'no conversation is compacted here, and truncation: "auto" drops the beginning of a long one',
     "/fine_tuning": "models are not trained here",
-    "/load_lora_adapter": "LoRA adapters are not supported yet",
-    "/unload_lora_adapter": "LoRA adapters are not supported yet",
+    "/load_lora_adapter": "start the server with --enable-lora and --lora-directory",
+    "/unload_lora_adapter": "start the server with --enable-lora and --lora-directory",
     "/assistants": "POST /v1/responses is the newer API",
     "/threads": "POST /v1/responses is the newer API",
 }

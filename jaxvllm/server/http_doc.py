@@ -16,6 +16,7 @@ from jaxvllm.server.exchange import EVENT_STREAM
 from jaxvllm.server.protocol.chat_completions import ChatChunk
 from jaxvllm.server.protocol.completions import CompletionResponse
 from jaxvllm.server.protocol.fields import NOT_SUPPORTED, SamplingFields
+from jaxvllm.server.protocol.generate import GenerateResponse
 from jaxvllm.server.protocol.message_events import MessagesEvent
 from jaxvllm.server.protocol.response_events import ResponsesEvent
 
@@ -26,6 +27,7 @@ STREAMS: dict[str, Any] = {
     "/v1/chat/completions": ChatChunk,
     "/v1/responses": ResponsesEvent,
     "/v1/messages": MessagesEvent,
+    "/inference/v1/generate": GenerateResponse,
     "/invocations": CompletionResponse | ChatChunk | ResponsesEvent,
 }
 _USER = {"role": "user", "content": "Which day comes after Friday?"}
@@ -37,6 +39,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": _USER["content"]},
     "/v1/messages": {"messages": [_USER], "system": "Be brief.", "max_tokens": 20},
     "/v1/messages/count_tokens": {"messages": [_USER]},
+    "/inference/v1/generate": {"token_ids": [0, 4, 1581], "sampling_params": {"max_tokens": 20, "temperature": 0}},
     "/invocations": {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0},
     "/tokenize": {"messages": [_USER]},
     "/detokenize": {"tokens": [0, 4, 1581]},

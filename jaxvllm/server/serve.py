@@ -10,7 +10,9 @@ from os import cpu_count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.engine.commands import LoadAdapter
 from jaxvllm.model_name import local_directory
+from jaxvllm.server.adapter_names import read_modules
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.http.http_door import HttpDoor
 from jaxvllm.server.lifecycle import StopSignals, drain, until_first
@@ -62,6 +64,9 @@ async def serve(engine: EngineConfig, config: ServerConfig, parallel: DataParall
                 try:
                     await until_first(llm.ready(), stop.asked())
                     if stop.first is None:
+                        # The numbers are those that `AdapterNames` gives them.
+                        for number, (name, path) in enumerate(read_modules(config.lora_modules), 1):
+                            await llm.ask(LoadAdapter(name, number, path))
                         logger.info("ready after %.1f s: %s", time.monotonic() - start, door.url)
                         await until_first(stop.asked(), asyncio.shield(serving), llm.ended())
                     is_clean = await front.drain(stop)

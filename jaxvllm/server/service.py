@@ -13,8 +13,9 @@ from typing import Any
 import jaxvllm
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.request import Prompt
+from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.adapter_names import AdapterNames, read_modules
 from jaxvllm.server.argument_check import ArgumentCheck
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.drainable import Drainable
@@ -59,6 +60,9 @@ class Service(Drainable):
         # Only the directory's name: clients must not see its path.
         own_name = Path(llm.config.model).name if Path(llm.config.model).is_absolute() else llm.config.model
         self.model_names = config.served_model_name or (own_name,)
+        self.adapters = AdapterNames(read_modules(config.lora_modules), self.model_names, config.lora_directory)
+        if (config.lora_modules or config.lora_directory is not None) and not llm.config.enable_lora:
+            raise ValueError("lora_modules and lora_directory need room for adapters: set enable_lora, too")
         self.fingerprint = _fingerprint(own_name, llm.config)
         self.created = now()
         self.metrics = Metrics(config.metrics_prefix, self.model_names[0])
@@ -122,12 +126,15 @@ class Service(Drainable):
         }
 
     def model_name(self, asked: str | None) -> str:
-        """Returns the name of the model for the answer. Raises ApiError for a model that this server does not have."""
+        """Returns the name of the model, or of an adapter, for the answer.
+
+        Raises ApiError for a model that this server does not have.
+        """
         if asked is None:
             return self.model_names[0]
-        if asked not in self.model_names:
+        if asked not in self.model_names and self.adapters.get(asked) is None:
             shown = asked if len(asked) <= 60 else asked[:57] + "..."
-            served = ", ".join(self.model_names)
+            served = ", ".join((*self.model_names, *(one.lora_name for one in self.adapters)))
             raise ApiError(
                 404,
                 f'the model "{shown}" does not exist: this server has {served}',
@@ -135,6 +142,11 @@ class Service(Drainable):
                 code="model_not_found",
             )
         return asked
+
+    def adapted(self, model: str, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+        """Returns the requests with the adapter that `model` names, or as they are where it names the model itself."""
+        adapter = self.adapters.get(model)
+        return [replace(one, lora_request=adapter) for one in requests] if adapter is not None else [*requests]
 
     def apply_chat_template(
         self,

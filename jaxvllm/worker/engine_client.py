@@ -1,15 +1,28 @@
 """`EngineClient`: what a server may ask of engines, whether there is one (`AsyncLLM`) or several (`EnginePool`)."""
 
+import asyncio
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Self, Unpack
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
+from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.request import GenerationRequest, RequestOptions
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
-from jaxvllm.engine.commands import EngineCommand, ResetPrefixCache, ShowExpertLoads, ShowPages
+from jaxvllm.engine.commands import (
+    EngineCommand,
+    PutToSleep,
+    ReleaseKV,
+    ResetPrefixCache,
+    SetPause,
+    ShowExpertLoads,
+    ShowPages,
+    ShowRest,
+    WakeUp,
+)
+from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules
@@ -19,6 +32,9 @@ from jaxvllm.text.tokenizer import Tokenizer
 from jaxvllm.worker import wire
 from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.request_stream import RequestStream
+
+# The interval of asking whether the requests that a pause waits for have ended.
+SETTLE_SECONDS = 0.02
 
 
 class EngineState(enum.StrEnum):
@@ -187,6 +203,61 @@ class EngineClient(ABC):
         Raises the errors of `ask`.
         """
         return await self.ask(ResetPrefixCache(reset_running_requests, reset_connector))
+
+    async def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Stops computing until `resume`, and waits until no step is under way. Requests that come meanwhile wait.
+
+        abort: open requests end now, with the finish reason `abort`. wait: those that have begun are computed to their
+        ends first, and if this call is cancelled, the pause stays. keep: all stay where they are, with their pages, and
+        go on after `resume`. Unless requests are kept, `clear_cache` forgets every cached prefix then.
+        An engine that is started again is paused, too. Raises the errors of `ask`.
+        """
+        await self.ask(SetPause(mode))
+        while (rest := await self.ask(ShowRest())).is_paused and not rest.is_settled:
+            await asyncio.sleep(SETTLE_SECONDS)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume(self) -> None:
+        """Computes again after a `pause`. Raises ValueError while weights or pages sleep, and the errors of `ask`."""
+        await self.ask(SetPause(None))
+
+    async def is_paused(self) -> bool:
+        """Returns whether all engines are paused. Raises the errors of `ask`."""
+        return (await self.ask(ShowRest())).is_paused
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Pauses, as `pause` does, and gives back memory of the devices.
+
+        Level 0 gives back none. Level 1 gives back that of KV pages, and that of weights, which go to the host's
+        memory; on CPUs they are there already and stay. Level 2 drops the weights. Requests that come meanwhile wait.
+        An engine that is started again is paused, and has its memory. Raises the errors of `ask`.
+        """
+        await self.pause(mode, clear_cache=level > 0)
+        await self.ask(PutToSleep(level))
+
+    async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> bool:
+        """Brings back what `tags` name of `weights` and `kv_cache`, or both (None), and returns whether nothing sleeps.
+
+        Then requests are computed again. Weights that level 2 has dropped must be replaced before.
+        Raises the errors of `ask`.
+        """
+        is_awake = await self.ask(WakeUp(None if tags is None else tuple(tags)))
+        if is_awake:
+            await self.resume()
+        return is_awake
+
+    async def is_sleeping(self) -> bool:
+        """Returns whether all engines are paused, or any sleeps, as in vLLM. Raises the errors of `ask`."""
+        rest = await self.ask(ShowRest())
+        return rest.is_paused or bool(rest.sleeping)
+
+    async def release_kv(self) -> None:
+        """Frees the memory of KV pages while the engines are paused, until `wake_up(["kv_cache"])`.
+
+        Requests that a pause has kept compute all their tokens again afterwards. Raises the errors of `ask`.
+        """
+        await self.ask(ReleaseKV())
 
     def make_request(
         self,

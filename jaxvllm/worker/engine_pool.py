@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -18,7 +18,7 @@ from jaxvllm.core.kv_events import page_keys
 from jaxvllm.core.prefix_index import PrefixIndex
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.routing import POLICIES, Asked
-from jaxvllm.engine.commands import EngineCommand
+from jaxvllm.engine.commands import AnyCommand, EngineCommand
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.prompts import PromptReader
@@ -251,7 +251,10 @@ class EnginePool(EngineClient):
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
         if command.forgets_prefixes:
             self._sent = None
-        return command.joined(await asyncio.gather(*(member.llm.ask(command) for member in self._ready())))
+        answers = await asyncio.gather(*(member.llm.ask(command) for member in self._ready()))
+        for member in self._members:  # those that are being started again, too
+            member.llm.questions.remember(cast(AnyCommand, command))
+        return command.joined(answers)
 
     # ---- its size ----
 
@@ -352,7 +355,9 @@ class EnginePool(EngineClient):
                 logger.error("engine %d could not be built (%s): it is tried again", member.rank, error)
                 await asyncio.sleep(LONGEST_PAUSE)
                 await member.llm.close()
+                lasting = member.llm.questions.lasting
                 member.llm = self._new_llm(member.rank, self._places.place(member.rank))
+                member.llm.questions.lasting |= lasting
                 member.llm.launch()
                 self._watch(member)
 

@@ -63,6 +63,11 @@ class EngineQuestions:
         for command in self.lasting.values():
             self.ask(process, command).add_done_callback(done)
 
+    def remember(self, command: AnyCommand) -> None:
+        """Has a process that is started again told this, if the command lasts."""
+        if command.lasts:
+            self.lasting[type(command).__name__] = command
+
     def answer(self, answer: wire.CommandAnswer) -> None:
         """Gives an answer to the caller who waits for it, unless the caller has left."""
         command, answered = self._open.pop(answer.number, (None, None))
@@ -71,8 +76,7 @@ class EngineQuestions:
         if answer.kind is not None:
             answered.set_exception(_ERRORS[answer.kind](answer.reason))
             return
-        if command.lasts:
-            self.lasting[type(command).__name__] = command
+        self.remember(command)
         answered.set_result(msgspec.msgpack.decode(answer.answer, type=command.answers))
 
     def fail(self, error: RuntimeError) -> None:

@@ -4,10 +4,11 @@ from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.pooler import Pooler
-from jaxvllm.core.request import GenerationRequest, TokenIds
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.engine.commands import AnyCommand
@@ -245,13 +246,21 @@ type Report = (
 )
 
 
-def _encode_token_ids(token_ids: TokenIds) -> memoryview:
-    """Returns the array's memory as it is, which the other side can read because it is on the same host."""
-    return token_ids.data
+def _encode_array(array: NDArray[Any]) -> memoryview | tuple[str, tuple[int, ...], bytes]:
+    """Returns the memory of token ids as it is, and that of other arrays with their dtype and shape.
+
+    The other side can read token ids because it is on the same host.
+    """
+    if array.dtype == np.int32:
+        return array.data
+    return array.dtype.str, array.shape, array.tobytes()
 
 
-def _decode_token_ids(_: Any, data: bytes) -> TokenIds:
-    return np.frombuffer(data, np.int32)
+def _decode_array(_: Any, data: bytes | list[Any]) -> NDArray[Any]:
+    if isinstance(data, bytes):
+        return np.frombuffer(data, np.int32)
+    dtype, shape, values = data
+    return np.frombuffer(values, dtype).reshape(shape)
 
 
 class _AddHead(Message, frozen=True, tag="Add"):
@@ -260,8 +269,8 @@ class _AddHead(Message, frozen=True, tag="Add"):
     serial: int
 
 
-encode = msgspec.msgpack.Encoder(enc_hook=_encode_token_ids).encode
-_command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_decode_token_ids)
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_command_decoder = msgspec.msgpack.Decoder(Command, dec_hook=_decode_array)
 
 
 def decode_command(data: bytes) -> Command:
@@ -281,4 +290,4 @@ def serial_of_add(data: bytes) -> int | None:
         return None
 
 
-decode_report = msgspec.msgpack.Decoder(Report).decode
+decode_report = msgspec.msgpack.Decoder(Report, dec_hook=_decode_array).decode

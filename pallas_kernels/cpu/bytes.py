@@ -1,14 +1,16 @@
-"""Functions of vectors of bytes, four in each lane of 32 bits: dot products, and tables of 16 bytes."""
+"""Functions of vectors of bytes, four in each lane of 32 bits: dot products, and tables of 16 and of 128 bytes."""
 
 from collections.abc import Sequence
 
 from llvmlite import ir
 
+from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.dots import byte_products, dot_for
 from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.values import I8, I16, Value
 
 _BITS = 8
+_VBMI = "avx512vbmi"
 
 
 def dot_bytes(total: Value, codes: Value, numbers: Value, most: int) -> Value:
@@ -54,6 +56,41 @@ def looked_up(table: Sequence[int], places: Value) -> Value:
         name = "llvm.aarch64.neon.tbl1.v16i8"
     found = e.intrinsic(name, constant.ir.type, constant, _as(places, I8))
     return Value(e, e.builder.bitcast(found.ir, places.ir.type))
+
+
+def has_table_of_128(chip: CpuChip) -> bool:
+    """Tells whether the chip has an instruction for `looked_up_of_128`."""
+    return chip.lanes == 16 and chip.has(_VBMI)
+
+
+def looked_up_of_128(table: Sequence[int], places: Value) -> Value:
+    """Returns for each byte of `places` the byte of a table at this place, of which the highest bit counts for nothing.
+
+    VPERMI2B does so with two registers that hold the table.
+    """
+    e = places.emitter
+    if _VBMI in e.chip.emulated:
+        return _found_in_parts(table, places)
+    indices = _as(places, I8)
+    low, high = (Value(e, ir.Constant(indices.ir.type, signed_bytes(table[i : i + 64]))) for i in (0, 64))
+    found = e.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", indices.ir.type, low, indices, high)
+    return Value(e, e.builder.bitcast(found.ir, places.ir.type))
+
+
+def _found_in_parts(table: Sequence[int], places: Value) -> Value:
+    """Looks all places up in each sixteenth of a table, and takes what each place's own part has."""
+    e = places.emitter
+    found = places
+    for first in range(0, 128, 16):
+        here = _as(looked_up(signed_bytes(table[first : first + 16]), places & 0x0F0F0F0F), I8)
+        is_here = (_as(places, I8) & 0x70).equals(first)
+        found = Value(e, e.builder.bitcast(e.select(is_here, here, _as(found, I8)).ir, places.ir.type))
+    return found
+
+
+def signed_bytes(table: Sequence[int]) -> list[int]:
+    """Returns bytes as the integers of eight bits with a sign that LLVM writes them as."""
+    return [(byte ^ 0x80) - 0x80 for byte in table]
 
 
 def _as(words: Value, element: ir.IntType) -> Value:

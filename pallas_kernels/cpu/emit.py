@@ -269,7 +269,7 @@ class Emitter:
             whole = self.builder.sext(loaded, ir.VectorType(I32, self.lanes))
             return Value(self, self.builder.sitofp(whole, ir.VectorType(F32, self.lanes)))
         if dtype in ("float8_e4m3fn", "float8_e5m2"):
-            return self._float8(Value(self, loaded), dtype)
+            return self.float8s(Value(self, loaded), dtype)
         return self._widened(Value(self, loaded))
 
     def _load_raw(self, address: Value, element: Any, lanes: int, mask: Value | None) -> Any:
@@ -288,7 +288,7 @@ class Emitter:
         moved = self.builder.shl(wide, ir.Constant(wide.type, [16] * self.lanes))
         return Value(self, self.builder.bitcast(moved, ir.VectorType(F32, self.lanes)))
 
-    def _float8(self, codes: Value, dtype: str) -> Value:
+    def float8s(self, codes: Value, dtype: str) -> Value:
         """Returns codes of float8, given as bytes, as float32.
 
         They become float16 first. Its denormal numbers are converted even by threads that count those of float32 as

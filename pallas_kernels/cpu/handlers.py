@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
@@ -21,6 +21,16 @@ from pallas_kernels.chips import CpuChip
 
 if TYPE_CHECKING:
     from pallas_kernels.cpu.machine_code import LoadedHandler
+
+
+class CodeStore(Protocol):
+    """Keeps the machine code of handlers by their names."""
+
+    def load(self, target: str) -> bytes | None:
+        """Returns the code, or None if there is none."""
+
+    def store(self, target: str, code: bytes) -> None:
+        """Keeps the code."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Handler:
         if (submit := _SUBMIT.get()) is None:
             _registered().add(self.target, self._compile)
         else:
-            submit(_registered().add, self.target, self._compile)
+            submit(self.target, self._compile)
         return jax.ffi.ffi_call(self.target, out)(*arguments)
 
     def _compile(self) -> bytes:
@@ -59,23 +69,34 @@ class Handler:
 
 
 # What takes a kernel to be compiled, where another thread does that.
-_SUBMIT: ContextVar[Callable[..., object] | None] = ContextVar("submit", default=None)
+_SUBMIT: ContextVar[Callable[[str, Callable[[], bytes]], None] | None] = ContextVar("submit", default=None)
 
 
 @contextmanager
-def compiled_by_another_thread() -> Iterator[None]:
+def compiled_by_another_thread(store: CodeStore | None = None) -> Iterator[None]:
     """Has another thread compile the kernels that this one names within. All are registered when it ends.
 
     So a function is traced while LLVM, which does not hold Python's lock, compiles what it has called. No program that
-    calls these kernels may be compiled before the end.
+    calls these kernels may be compiled before the end. Kernels that the `store` has are not compiled, and others are
+    kept there.
     """
     kernels: list[Future[None]] = []
 
-    def submit(add: Callable[..., None], *arguments: object) -> None:
+    def find(target: str, compile_it: Callable[[], bytes]) -> bytes:
+        if store is None:
+            return compile_it()
+        code = store.load(target)
+        if code is None:
+            code = compile_it()
+            store.store(target, code)
+        return code
+
+    def submit(target: str, compile_it: Callable[[], bytes]) -> None:
+        arguments = target, partial(find, target, compile_it)
         try:
-            kernels.append(thread.submit(add, *arguments))
+            kernels.append(thread.submit(_registered().add, *arguments))
         except RuntimeError:  # the interpreter shuts down, and starts nothing more in other threads
-            add(*arguments)
+            _registered().add(*arguments)
 
     with ThreadPoolExecutor(1) as thread:
         token = _SUBMIT.set(submit)

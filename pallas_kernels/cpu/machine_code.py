@@ -35,12 +35,22 @@ def _optimized(name: str, emit: EmitHandler, chip: CpuChip) -> tuple[llvm.Target
     )  # fmt: skip
     module = llvm.parse_assembly(str(_module(name, emit, chip)))
     module.verify()
-    # The kernels have the vectors and the unrolled loops that they want.
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    options.slp_vectorization = options.loop_vectorization = options.loop_unrolling = False
-    passes = llvm.create_pass_builder(target, options)
-    passes.getModulePassManager().run(module, passes)
+    _optimize(module, target)
     return target, module
+
+
+def _optimize(module: llvm.ModuleRef, target: llvm.TargetMachine) -> None:
+    """Puts variables into registers and leaves out what is computed twice.
+
+    The kernels have the vectors and the unrolled loops that they want, and the backend moves what does not change out
+    of loops.
+    """
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_new_gvn_pass()
+    passes.run(module, llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options()))
 
 
 def _module(name: str, emit: EmitHandler, chip: CpuChip) -> ir.Module:

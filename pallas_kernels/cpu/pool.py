@@ -9,8 +9,9 @@ from pallas_kernels.cpu.frame import NUM_THREADS, SCHEDULE, Frame
 from pallas_kernels.cpu.values import Value
 
 _WORD = 8
-# The state that all threads share, in words; what the body needs follows.
-_NEXT, _DONE, _HOLDERS, _COUNT, _CAPTURED = range(5)
+_LINE = 8  # words of a line of a cache
+# The state that all threads share, in words; what the body needs follows, and then a counter for each run.
+_NEXT, _DONE, _HOLDERS, _COUNT, _THREADS, _CAPTURED = range(6)
 # How often a thread looks whether the others are done before it lets the system run something else.
 SPINS = 2000
 
@@ -24,12 +25,27 @@ def parallel_loop(e: Emitter, frame: Frame, count: Value, captured: Sequence[Val
     some thread has taken, so it makes progress even if no other thread ever comes. A thread that comes late finds
     nothing to do and touches nothing but the state, which the last holder frees.
     """
-    take = _take(e, len(captured), body)
-    state = e.call_c("malloc", e.integer((_CAPTURED + len(captured)) * _WORD))
-    helpers = e.max(e.min(_num_threads(e, frame), count) - 1, e.integer(0))
-    for number, word in enumerate((e.integer(0), e.integer(0), helpers + 1, count, *captured)):
+    _loop(e, frame, count, captured, _take(e, len(captured), body))
+
+
+def parallel_runs(e: Emitter, frame: Frame, count: Value, captured: Sequence[Value], body: Body) -> None:
+    """Emits the same for items that lie in memory one after another, of which each thread has a run of its own.
+
+    So a thread reads memory from one end to the other, and what fetches in advance is right about the next item, too.
+    A thread that has done its run takes items of the next one.
+    """
+    _loop(e, frame, count, captured, _take_runs(e, len(captured), body))
+
+
+def _loop(e: Emitter, frame: Frame, count: Value, captured: Sequence[Value], take: ir.Function) -> None:
+    threads = e.max(e.min(_num_threads(e, frame), count), e.integer(1))
+    counters = _CAPTURED + len(captured)
+    state = e.call_c("malloc", (threads * _LINE + counters) * _WORD)
+    for number, word in enumerate((e.integer(0), e.integer(0), threads, count, threads, *captured)):
         e.store_int(state + number * _WORD, word)
-    with e.loop(0, helpers):
+    with e.loop(0, threads) as run:
+        e.store_int(state + (run * _LINE + counters) * _WORD, 0)
+    with e.loop(1, threads):
         _schedule(e, frame, e.address_of(_help(e, take)), state)
     e.call(take, state)
     spins = e.variable(e.integer(0))
@@ -53,6 +69,25 @@ def _take(e: Emitter, num_captured: int, body: Body) -> ir.Function:
         end_when(item >= count)
         body(t, item, captured)
         t.fetch_add(state + _DONE * _WORD, 1)
+    return t.finish()
+
+
+def _take_runs(e: Emitter, num_captured: int, body: Body) -> ir.Function:
+    """Emits a function that takes items of one run after another, and begins with one that no other thread does."""
+    t = e.function("take_runs", 1)
+    state = t.arguments[0]
+    count, threads = (t.load_int(state + word * _WORD) for word in (_COUNT, _THREADS))
+    captured = [t.load_int(state + (_CAPTURED + number) * _WORD) for number in range(num_captured)]
+    first = t.fetch_add(state + _NEXT * _WORD, 1)
+    with t.loop(first, first + threads) as number:
+        run = number % threads
+        begin, end = run * count // threads, (run + 1) * count // threads
+        counter = state + (run * _LINE + (_CAPTURED + num_captured)) * _WORD
+        with t.forever() as end_when:
+            item = begin + t.fetch_add(counter, 1)
+            end_when(item >= end)
+            body(t, item, captured)
+            t.fetch_add(state + _DONE * _WORD, 1)
     return t.finish()
 
 

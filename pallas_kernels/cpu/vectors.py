@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from pallas_kernels.cpu.dots import Bfloat, dot_for
-from pallas_kernels.cpu.values import I16, I32, Value
+from pallas_kernels.cpu.emit import Emitter
+from pallas_kernels.cpu.values import F32, I16, I32, Value
 
 
 def shuffle(a: Value, b: Value, lanes: Sequence[int]) -> Value:
@@ -71,6 +72,12 @@ def largest(vector: Value) -> Value:
     return lane(vector, 0)
 
 
+def narrowed(integers: Value, bits: int) -> Value:
+    """Returns the lowest `bits` of each integer of a vector."""
+    kind = ir.VectorType(ir.IntType(bits), integers.ir.type.count)
+    return Value(integers.emitter, integers.emitter.builder.trunc(integers.ir, kind))
+
+
 def first_lanes(count: Value, lanes: int) -> Value:
     """Returns a mask of the first `count` of `lanes` lanes."""
     e = count.emitter
@@ -85,6 +92,19 @@ def dot_pairs(a: Value, b: Value, c: Value) -> Value:
     dot = dot_for(c.emitter.chip, "bfloat16", "bfloat16")
     assert dot is not None, "kernels ask for has_bf16_dot first"
     return dot(a, b, c)
+
+
+def load_scales(e: Emitter, address: Value, dtype: str) -> Value:
+    """Loads a vector of scales of any dtype that matrices of few bits have, as float32."""
+    floats = ir.VectorType(F32, e.lanes)
+    if dtype == "float16":
+        halves = e.builder.bitcast(e.load_halves(address).ir, ir.VectorType(ir.HalfType(), e.lanes))
+        return Value(e, e.builder.fpext(halves, floats))
+    if dtype == "float8_e8m0fnu":
+        return e.of_bits(e.load_words(address, 8) << 23)
+    if dtype == "uint8":
+        return Value(e, e.builder.sitofp(e.load_words(address, 8).ir, floats))
+    return e.load(address, dtype)
 
 
 def bfloat16s(x: Value) -> Value:

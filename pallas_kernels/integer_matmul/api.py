@@ -65,7 +65,7 @@ def integer_matmul(
     """
     from pallas_kernels.integer_matmul.kernel import matmul
 
-    out_dtype = _checked(x, matrices, panels, dtype)
+    out_dtype = checked_dtype(x, matrices, panels, dtype)
     handler = Handler(matmul, (out_dtype, panels), chip)
     return _product(handler, x, matrices, index, [], panels, outs, out_dtype, chip)
 
@@ -86,7 +86,7 @@ def integer_gated_matmul(
     """
     from pallas_kernels.integer_matmul.kernel import gated
 
-    out_dtype = _checked(x, matrices, panels, None, gate)
+    out_dtype = checked_dtype(x, matrices, panels, None, gate)
     handler = Handler(gated, (out_dtype, gate, panels), chip)
     return _product(handler, x, matrices, index, [], panels, outs, out_dtype, chip, halves=2)
 
@@ -110,7 +110,7 @@ def integer_grouped_matmul(
     """
     from pallas_kernels.integer_matmul.kernel import grouped
 
-    out_dtype = _checked(x, stacks, panels, dtype, starts=starts)
+    out_dtype = checked_dtype(x, stacks, panels, dtype, starts=starts)
     handler = Handler(grouped, (out_dtype, panels), chip)
     return _product(handler, x, stacks, index, [starts], panels, outs, out_dtype, chip, groups=len(starts) - 1)
 
@@ -132,7 +132,7 @@ def integer_grouped_gated_matmul(
     """
     from pallas_kernels.integer_matmul.kernel import grouped_gated
 
-    out_dtype = _checked(x, stacks, panels, None, gate, starts)
+    out_dtype = checked_dtype(x, stacks, panels, None, gate, starts)
     handler = Handler(grouped_gated, (out_dtype, gate, panels), chip)
     groups = len(starts) - 1
     return _product(handler, x, stacks, index, [starts], panels, outs, out_dtype, chip, groups=groups, halves=2)
@@ -152,23 +152,28 @@ def _product(
     groups: int = 1,
     halves: int = 1,
 ) -> jax.Array:
-    flat = [_flat(panels, arrays) for arrays in matrices]
+    flat = [flat_arrays(panels, arrays) for arrays in matrices]
     columns = len(flat[0][0]) // (groups * halves) * panels.columns
     tokens = rounded_tokens(x, panels.together, chip)
     out = jax.ShapeDtypeStruct((len(x), columns), dtype)
     arrays = [array for matrix in flat for array in matrix]
     y: jax.Array = handler(out, *tokens, jnp.asarray(index, jnp.int32), *starts, *arrays)
+    return without_padding(y, panels, outs)
+
+
+def without_padding(y: jax.Array, panels: CodePanels, outs: int) -> jax.Array:
+    """Returns outputs [T, .. * outs] without those that the last panel of each matrix has for nothing."""
     padded = -(-outs // panels.columns) * panels.columns
-    return y if padded == outs else y.reshape(len(x), -1, padded)[..., :outs].reshape(len(x), -1)
+    return y if padded == outs else y.reshape(len(y), -1, padded)[..., :outs].reshape(len(y), -1)
 
 
-def _flat(panels: CodePanels, arrays: Arrays) -> list[jax.Array]:
+def flat_arrays(panels: CodePanels, arrays: Arrays) -> list[jax.Array]:
     """Returns the arrays in the order of the kernel, with one dimension of panels."""
     inner = {name: len(shape) - 1 for name, (shape, _) in panels.arrays(1, 1).items()}
     return [arrays[name].reshape(-1, *arrays[name].shape[-count:]) for name, count in inner.items()]
 
 
-def _checked(
+def checked_dtype(
     x: jax.Array,
     matrices: Sequence[Arrays],
     panels: CodePanels,

@@ -19,6 +19,7 @@ SCALE_BYTES = {
 }  # fmt: skip
 # The inputs whose codes lie together, by the bits of a code.
 UNITS = {4: 8, 5: 32, 6: 16, 8: 4}
+FLOAT8_UNIT = 2
 Offsets = Literal["none", "zeros", "mins"]
 
 
@@ -28,7 +29,8 @@ class CodePanels:
 
     The arrays, whose last panel and last inputs are filled up with zeros, are:
 
-        codes       u8[.., panels, in / 4, columns, 4]    eight bits
+        codes       u8[.., panels, in / 4, columns, 4]    eight bits of integers
+        codes       u8[.., panels, in / 2, columns, 2]    eight bits of FP8
         codes       u8[.., panels, in / 8, columns, 4]    the lower four bits; byte i of eight inputs has input i in its
                                                           low half, and input 4 + i in its high half
         high        u8[.., panels, in / 32, columns, 4]   the fifth bits of 32 inputs; byte i has that of input 4 j + i
@@ -38,14 +40,17 @@ class CodePanels:
         scales      [.., panels, in / group, columns]     in `scale_dtype`, or one for all inputs of a row
         zeros       u8[.., panels, in / group, columns]   the codes that stand for 0, where `offsets` is "zeros"
         factors     f16[.., panels, in / span, columns]   by which scales are multiplied, which are integers then
-        mins        u8[.., panels, in / group, columns]   where `offsets` is "mins", an element is
-        min_factors f16[.., panels, in / span, columns]   (code - zero) * scale * factor - min * min_factor
+        mins        [.., panels, in / group, columns]     where `offsets` is "mins", an element is
+        min_factors f16[.., panels, in / span, columns]   (code - zero) * scale * factor - min * min_factor; mins are
+                                                          integers u8 then, and of `scale_dtype` without factors
 
     bits: of a code: 4, 5, 6 or 8
     group: the inputs that share a scale, or None: all of a row
     zero: the code that stands for 0 everywhere
     span: the inputs that share a factor, or None: there are no factors
     is_float4: codes of four bits are numbers of E2M1 (`quantized_matmul.code.FLOAT4`), and stand for these
+    is_float8: codes of eight bits are numbers of E4M3 (`quantized_matmul.code.E4M3`), by which tokens are multiplied as
+        they are
     by_row: whether tokens are rounded with one size for all of their inputs, which share a scale then
     """
 
@@ -57,14 +62,15 @@ class CodePanels:
     offsets: Offsets = "none"
     span: int | None = None
     is_float4: bool = False
+    is_float8: bool = False
     by_row: bool = False
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 5, 6, 8), self.bits
+        assert self.bits == 8 or not self.is_float8, self.bits
         assert self.group is None or self.group % self.unit == 0, (self.bits, self.group)
         assert self.group is None or not self.by_row, "groups of tokens are groups of the matrix"
         assert self.span is None or self.group is None or self.span % self.group == 0, (self.group, self.span)
-        assert self.offsets != "mins" or self.span is not None, "mins have factors"
 
     def __str__(self) -> str:
         """Returns a text that tells it apart from others, of letters and digits."""
@@ -73,7 +79,7 @@ class CodePanels:
     @property
     def unit(self) -> int:
         """The inputs whose codes lie together, of which a group has a multiple."""
-        return UNITS[self.bits]
+        return FLOAT8_UNIT if self.is_float8 else UNITS[self.bits]
 
     @property
     def together(self) -> int | None:
@@ -90,6 +96,11 @@ class CodePanels:
         return "uint8" if self.scale_dtype.startswith("float8") else self.scale_dtype
 
     @property
+    def held_mins(self) -> str:
+        """The dtype of the array of mins."""
+        return "uint8" if self.span is not None else self.held_scales
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays, in the order in which the kernel takes them."""
         return tuple(self.arrays(1, 1))
@@ -100,7 +111,8 @@ class CodePanels:
         groups = 1 if self.group is None else -(-ins // self.group)
         of_groups = (panels, groups, self.columns)
         inputs = -(-ins // self.unit) * self.unit
-        found = {CODES: (Panels(self.columns, 4 if self.bits == 8 else 8).shape(outs, inputs)[:-1] + (4,), "uint8")}
+        depth, held = (self.unit, self.unit) if self.bits == 8 else (8, 4)
+        found = {CODES: (Panels(self.columns, depth).shape(outs, inputs)[:-1] + (held,), "uint8")}
         if self.bits in (5, 6):
             found[HIGH] = ((panels, inputs // self.unit, self.columns, 4), "uint8")
         found[SCALES] = (of_groups, self.held_scales)
@@ -109,8 +121,9 @@ class CodePanels:
         if self.offsets == "zeros":
             found[ZEROS] = (of_groups, "uint8")
         if self.offsets == "mins":
-            found[MINS] = (of_groups, "uint8")
-            found[MIN_FACTORS] = found[FACTORS]
+            found[MINS] = (of_groups, self.held_mins)
+            if self.span is not None:
+                found[MIN_FACTORS] = found[FACTORS]
         return found
 
     def packed_codes(self, codes: np.ndarray) -> dict[str, np.ndarray]:
@@ -136,8 +149,8 @@ class CodePanels:
         return found
 
     def _words(self, rows: np.ndarray) -> np.ndarray:
-        """Returns rows of bytes [.., panels * columns, 4 n] as [.., panels, n, columns, 4]."""
-        words = np.ascontiguousarray(rows).view(np.uint32)
+        """Returns rows of bytes [.., panels * columns, 4 n] as [.., panels, n, columns, 4], or of FP8 by two bytes."""
+        words = np.ascontiguousarray(rows).view(np.uint16 if self.is_float8 else np.uint32)
         panels = words.reshape(*words.shape[:-2], -1, self.columns, words.shape[-1]).swapaxes(-1, -2)
         return np.ascontiguousarray(panels)[..., None].view(np.uint8)
 

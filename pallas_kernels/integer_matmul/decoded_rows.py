@@ -17,7 +17,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
     CodePanels,
 )
-from pallas_kernels.quantized_matmul.code import FLOAT4
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
 
 
 def decoded_rows(panels: CodePanels, arrays: Mapping[str, jax.Array], numbers: jax.Array, ins: int) -> jax.Array:
@@ -48,6 +48,8 @@ def decoded_rows(panels: CodePanels, arrays: Mapping[str, jax.Array], numbers: j
         codes |= jnp.stack(high, axis=2).reshape(len(numbers), -1)[:, :ins] << np.uint8(4)
     if panels.is_float4:
         exact = jnp.asarray(FLOAT4.table)[codes]
+    elif panels.is_float8:
+        exact = jax.lax.bitcast_convert_type(codes, E4M3.dtype).astype(jnp.float32)
     elif panels.offsets == "zeros":
         exact = codes.astype(jnp.float32) - spread(of_inputs(ZEROS), panels.group)
     else:
@@ -58,5 +60,6 @@ def decoded_rows(panels: CodePanels, arrays: Mapping[str, jax.Array], numbers: j
         scales *= jnp.repeat(factors, panels.span // (panels.group or ins), axis=1)[:, : scales.shape[1]]
     exact *= spread(scales, panels.group)
     if panels.offsets == "mins":
-        exact -= spread(of_inputs(MINS), panels.group) * spread(of_inputs(MIN_FACTORS), panels.span)
+        least = spread(of_inputs(MINS), panels.group)
+        exact -= least if panels.span is None else least * spread(of_inputs(MIN_FACTORS), panels.span)
     return exact

@@ -14,9 +14,9 @@ from llvmlite import ir
 from pallas_kernels.cpu.bytes import dot_bytes, looked_up
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
-from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.pool import parallel_runs
 from pallas_kernels.cpu.values import F32, I32, Value
-from pallas_kernels.cpu.vectors import gelu_tanh, silu
+from pallas_kernels.cpu.vectors import gelu_tanh, load_scales, silu
 from pallas_kernels.integer_matmul.amx_sums import AMX_ROWS, amx_sums
 from pallas_kernels.integer_matmul.code_panels import (
     CODES,
@@ -136,7 +136,7 @@ def _multiply(
                     value = result.emit(t, [t.load(total + offset) for total in totals])
                     t.store(to + start * SIZE_OF[result.dtype], value, result.dtype)
 
-    parallel_loop(e, frame, num_groups * P, captured, item)
+    parallel_runs(e, frame, num_groups * P, captured, item)
 
 
 def _row_counts(t: Emitter, panels: CodePanels) -> tuple[int, ...]:
@@ -149,7 +149,8 @@ def _row_bytes(panels: CodePanels, name: str) -> int:
     """Returns the bytes that all columns of a panel have for one unit of inputs, or for one group."""
     if name in (CODES, HIGH):
         return 4 * panels.columns
-    dtype = {SCALES: panels.scale_dtype, FACTORS: "float16", MIN_FACTORS: "float16"}.get(name, "uint8")
+    dtypes = {SCALES: panels.scale_dtype, MINS: panels.held_mins, FACTORS: "float16", MIN_FACTORS: "float16"}
+    dtype = dtypes.get(name, "uint8")
     return SCALE_BYTES[dtype] * panels.columns
 
 
@@ -275,7 +276,7 @@ def _scale(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value
     """Returns the scales of a vector of columns."""
     dtype = panels.scale_dtype
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
-    scale = _floats(t, at[SCALES] + place * SCALE_BYTES[dtype], dtype)
+    scale = load_scales(t, at[SCALES] + place * SCALE_BYTES[dtype], dtype)
     if panels.span is not None:
         scale = scale * _factor(t, panels, at[FACTORS], group, v)
     return scale * 0.5 if panels.is_float4 else scale
@@ -284,26 +285,13 @@ def _scale(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value
 def _min(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value, v: int) -> Value:
     """Returns what is taken away from the elements of a vector of columns, negative."""
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
-    least = _floats(t, at[MINS] + place, "uint8") * _factor(t, panels, at[MIN_FACTORS], group, v)
+    least = load_scales(t, at[MINS] + place * SCALE_BYTES[panels.held_mins], panels.held_mins)
+    if panels.span is not None:
+        least = least * _factor(t, panels, at[MIN_FACTORS], group, v)
     return t.vector(0) - least
 
 
 def _factor(t: Emitter, panels: CodePanels, address: Value, group: Value, v: int) -> Value:
     assert panels.span is not None and panels.together is not None
     row = group // (panels.span // panels.together)
-    return _floats(t, address + (row * panels.columns + v * t.lanes) * SCALE_BYTES["float16"], "float16")
-
-
-def _floats(t: Emitter, address: Value, dtype: str) -> Value:
-    """Loads a vector of scales as float32."""
-    floats = ir.VectorType(F32, t.lanes)
-    if dtype == "float16":
-        halves = t.load_words(address, 16)
-        narrow = t.builder.trunc(halves.ir, ir.VectorType(ir.IntType(16), t.lanes))
-        bits = t.builder.bitcast(narrow, ir.VectorType(ir.HalfType(), t.lanes))
-        return Value(t, t.builder.fpext(bits, floats))
-    if dtype == "float8_e8m0fnu":
-        return Value(t, t.builder.bitcast((t.load_words(address, 8) << 23).ir, floats))
-    if dtype == "uint8":
-        return Value(t, t.builder.sitofp(t.load_words(address, 8).ir, floats))
-    return t.load(address, dtype)
+    return load_scales(t, address + (row * panels.columns + v * t.lanes) * SCALE_BYTES["float16"], "float16")

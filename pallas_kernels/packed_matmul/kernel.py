@@ -12,7 +12,7 @@ from llvmlite import ir
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
-from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.pool import parallel_runs
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, silu
 from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
@@ -113,7 +113,7 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
             _add_up(t, product.tiles, tiles, some)
             _finish(t, product, some, y + (first * width + column) * SIZE_OF[product.out_dtype], width, count)
 
-    parallel_loop(e, frame, groups * matrices * num_panels * blocks, captured, item)
+    parallel_runs(e, frame, groups * matrices * num_panels * blocks, captured, item)
 
 
 def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _PanelRows) -> None:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks import peer_engines
-from benchmarks.cpu import measure, result
+from benchmarks.cpu import WAKING, measure, result
 from benchmarks.cpu_picture import bound_of, draw, figure_of, panels
 from benchmarks.peer_engines import INSTALLATIONS, Run, chosen_installations
 from benchmarks.peer_files import PeerFiles
@@ -52,7 +52,9 @@ def test_rounds_turn_the_order_round_and_bring_new_prompts() -> None:
     runs = measure([Counting("a", log), Counting("b", log)], SHORT, rounds=2)
     first = [SHORT.prompts(round_)[0][0] for round_ in range(3)]
     assert len(set(first)) == 3
-    assert log == [(name, first[at]) for at, names in enumerate(("ba", "ab", "ba")) for name in names]
+    waking = [WAKING.prompts(round_)[0][0] for round_ in range(3)]
+    order = [(name, at) for at, names in enumerate(("ba", "ab", "ba")) for name in names]
+    assert log == [(name, ids[at]) for name, at in order for ids in (waking, first)]
     assert [len(series) for series in runs.values()] == [2, 2]
 
 

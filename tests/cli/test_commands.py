@@ -79,7 +79,8 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
                 """'{"method": "METHOD", "model": "a/head", "num_speculative_tokens": 2}' (ngram, suffix and mtp need"""
             ],
         ),
-        (["serve", "--enable-lora"], ["--enable-lora: leave it out (LoRA adapters are not supported yet)"]),
+        (["serve", "--lora-dtype", "float32"], ["--lora-dtype: leave it out (adapters have the dtype of the model)"]),
+        (["generate", "hi", "--enable-lora"], ["unknown option --enable-lora"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
         (["serve", "-q", "awq"], ["-q: use --quantization int8 (quantized checkpoints"]),
         (["serve", "--kv-offloading-size=8"], ["--kv-offloading-size: use --kv-transfer-config '{\"kv_connector"]),
@@ -99,8 +100,8 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["convert", "--nonsense"], ["unknown option --nonsense"]),
         # All at once: a user who brings a command line of vLLM's mends it in one go.
         (
-            ["serve", "-tp", "8", "--enable-lora", "--enforce-eager", "--xyz", "--runner", "draft"],
-            ["--enable-lora: leave", "--runner: leave", "unknown option --xyz"],
+            ["serve", "-tp", "8", "--lora-target-modules", "x", "--enforce-eager", "--xyz", "--runner", "draft"],
+            ["--lora-target-modules: leave", "--runner: leave", "unknown option --xyz"],
         ),
     ],
 )  # fmt: skip

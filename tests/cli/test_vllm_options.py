@@ -60,7 +60,7 @@ def test_members_of_a_json_option_may_stand_alone():
 def test_one_line_names_all_options_that_change_nothing(capsys):
     words = shlex.split(
         "--trust-remote-code --no-enforce-eager --swap-space 4 --attention-backend FLASH_ATTN -O3 -cc.mode=0 "
-        "--cudagraph-capture-sizes 1 2 --load-format=safetensors --tokenizer-mode auto --no-enable-lora "
+        "--cudagraph-capture-sizes 1 2 --load-format=safetensors --tokenizer-mode auto --no-enable-moe-shared-loras "
         "--enable-chunked-prefill --disable-log-requests --uvicorn-log-level=info --distributed-executor-backend ray "
         "--disable-flashinfer-autotune --cpu-offload-gb=0"
     )
@@ -169,7 +169,7 @@ def test_python_takes_the_same_options(options, ours):
     ("options", "message"),
     [
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill: use scheduler='v0' (steps then hold"),
-        ({"enable_lora": True, "xyz": 1}, "enable_lora: leave it out (LoRA adapters are not supported yet); unknown"),
+        ({"lora_dtype": "int8", "xyz": 1}, "lora_dtype: leave it out (adapters have the dtype of the model); unknown"),
         ({"quantization": "awq"}, "quantization: use quantization='int8' (quantized checkpoints"),
         ({"max_num_sequences": 1}, "unknown option 'max_num_sequences': did you mean 'max_num_seqs'?"),
         # Only a server logs its load.

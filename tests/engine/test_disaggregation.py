@@ -50,7 +50,8 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def connector(llm: LLM) -> PeerConnector:
-    found = llm.engine._connector
+    assert llm.engine._connector is not None
+    found = llm.engine._connector.inner
     assert isinstance(found, PeerConnector)
     return found
 
@@ -186,6 +187,26 @@ def test_only_an_engine_with_peers_takes_such_requests(llm: LLM, producer: LLM) 
         producer.engine.check("r", [5, 6], replace(SEEDED, n=2), kv_transfer_params=DECODE)
     neutral = {"do_remote_decode": False, "do_remote_prefill": False}
     assert llm.engine.check("r", [5, 6], GREEDY, kv_transfer_params=neutral)
+
+
+def test_pages_of_another_version_of_the_weights_are_computed(
+    llm: LLM, producer: LLM, consumer: LLM, tiny_checkpoint: Path
+) -> None:
+    """The weights are the same here, and only their name tells the versions apart."""
+    expected = tokens(llm.generate([list(prompt) for prompt in PROMPTS], GREEDY, use_tqdm=False))
+    full = full_pages(consumer, PROMPTS)
+    for one, found in ((producer, [0] * len(PROMPTS)), (consumer, full)):
+        one.update_weights(tiny_checkpoint, "second")
+        for engine in (producer, consumer):
+            engine.reset_prefix_cache()
+        outputs = run(consumer, PROMPTS, GREEDY, computed(producer, PROMPTS))
+        assert tokens(outputs) == expected
+        assert [output.num_cached_tokens for output in outputs] == found
+    assert versions(outputs) == {"second"}
+
+
+def versions(outputs: Sequence[RequestOutput]) -> set[str]:
+    return {span.version for output in outputs for span in output.outputs[0].weight_versions or ()}
 
 
 @pytest.mark.slow

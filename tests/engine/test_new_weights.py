@@ -1,19 +1,24 @@
 """Weights that replace those of a running engine: as if it had been started with them, and all of them or none."""
 
+import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxvllm import LLM
+from jaxvllm.core.sampling_params import RequestOutputKind
+from jaxvllm.engine.outputs import CompletionOutput
+from jaxvllm.models.forms import Matrix
 from tests.conftest import Compilations
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, Recomputation, assert_idle, greedy_tokens, one_program, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 
@@ -24,7 +29,7 @@ PROMPTS = [FIXTURE.prompts[2], FIXTURE.prompts[5]]
 LONG = [FIXTURE.prompts[6]]  # of several pages
 
 
-@pytest.fixture(scope="module", params=["1x1", "2x4"])
+@pytest.fixture(scope="module", params=["1x1", "2x2x2"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = FIXTURE.write_checkpoint(tmp_path_factory.mktemp("first"))
     if request.param == "1x1":
@@ -32,7 +37,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             yield llm
         return
     # Both replicas have the same programs.
-    with same_programs_once(), tiny_llm(directory, mesh=request.param, compilation_cache=None) as llm:
+    with one_program(), same_programs_once(), tiny_llm(directory, mesh=request.param, compilation_cache=None) as llm:
         yield llm
 
 
@@ -78,28 +83,221 @@ def test_the_engines_own_tree(llm: LLM, expected: dict[int, list[list[int]]]) ->
         shards = zip(one.addressable_shards, two.addressable_shards, strict=True)
         assert all(a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer() for a, b in shards)
     # A trainer's arrays may lie elsewhere.
-    llm.update_weights(jax.tree.map(np.asarray, first))
+    arrays = jax.tree.map(np.array, first)
+    llm.update_weights(arrays)
+    for array in jax.tree.leaves(arrays):
+        array.fill(0)  # which are the trainer's to write to again
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]
+
+
+def running(llm: LLM, name: str, prompt: Sequence[int], **options: Any) -> None:
+    """Submits a request, and steps until it has had a token."""
+    before = llm.engine.stats().num_output_tokens
+    llm.engine.submit(llm.engine.check(name, list(prompt), replace(GREEDY, **options)))
+    while llm.engine.stats().num_output_tokens == before:
+        assert not any(output.finished for output in llm.engine.step())
+
+
+def completed(llm: LLM) -> dict[str, CompletionOutput]:
+    """Steps until nothing is left to do, and returns the last output of each request."""
+    found = {}
+    while llm.engine.has_work:
+        found |= {output.request_id: output.outputs[0] for output in llm.engine.step() if output.finished}
+    return found
+
+
+def versions(output: CompletionOutput) -> list[tuple[str, int, int]]:
+    assert output.weight_versions is not None
+    return [(span.version, span.start, span.end) for span in output.weight_versions]
 
 
 def test_in_the_middle_of_a_request(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
     """Its text stays. All its tokens are computed again, and the rest is what the new weights say after them."""
-    llm.update_weights(FIXTURE.weights())
-    engine, prompt = llm.engine, list(PROMPTS[1])
-    engine.submit(engine.check("long", prompt, GREEDY))
-    outputs = []
-    while not outputs:
-        outputs += engine.step()
-    llm.update_weights(OTHER.weights())
-    while engine.has_work:
-        outputs += engine.step()
-    tokens = outputs[-1].outputs[0].token_ids
-    assert len(tokens) == GREEDY.max_tokens
-    split = next(i for i, (one, two) in enumerate(zip(tokens, expected[FIXTURE.seed][1], strict=True)) if one != two)
-    assert split > 0
-    [again] = greedy_tokens(llm, [[*prompt, *tokens[:split]]], max_tokens=len(tokens) - split)
-    assert again == tokens[split:]
+    llm.update_weights(FIXTURE.weights(), "first")
+    running(llm, "long", PROMPTS[1])
+    assert llm.update_weights(OTHER.weights()) == llm.weight_version
+    output = completed(llm)["long"]
+    assert len(output.token_ids) == GREEDY.max_tokens
+    [(_, _, split), _] = versions(output)
+    assert versions(output) == [("first", 0, split), (llm.weight_version, split, len(output.token_ids))]
+    assert output.token_ids[:split] == expected[FIXTURE.seed][1][:split]
+    [again] = greedy_tokens(llm, [[*PROMPTS[1], *output.token_ids[:split]]], max_tokens=len(output.token_ids) - split)
+    assert again == output.token_ids[split:]
     assert_idle(llm)
+
+
+HEAD = "lm_head.weight"
+
+
+def test_tokens_are_explained_by_the_versions_that_they_report(llm: LLM, tmp_path: Path) -> None:
+    """Updates, aborts and streams at random: each request ends once, and each token is its version's best one."""
+    whole = {"first": FIXTURE.weights(), "other": OTHER.weights()}
+    # A new head has no part in keys and values, so those that are kept are those of the new weights.
+    whole |= {f"{name}-turned": tensors | {HEAD: -tensors[HEAD]} for name, tensors in whole.items()}
+    llm.update_weights(whole["first"], "first")
+    random = np.random.default_rng(len(llm.config.mesh))
+    prompts = {str(n): random.integers(2, 131, random.integers(1, 60)).tolist() for n in range(30)}
+    waiting, ended = list(prompts), dict[str, CompletionOutput]()
+    while waiting or llm.engine.has_work:
+        if waiting and random.random() < 0.7:
+            kind = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)[int(random.integers(2))]
+            params = replace(GREEDY, max_tokens=int(random.integers(1, 25)), output_kind=kind)
+            llm.engine.submit(llm.engine.check(waiting[0], prompts[waiting.pop(0)], params))
+        outputs = llm.engine.step()
+        if random.random() < 0.05 and (left := set(prompts) - set(waiting) - set(ended)):
+            outputs += filter(None, [llm.engine.abort(min(left))])
+        for output in filter(lambda output: output.finished, outputs):
+            assert output.request_id not in ended
+            ended[output.request_id] = output.outputs[0]
+        now = llm.weight_version
+        if random.random() < 0.3:
+            turned = now.removesuffix("-turned") if now.endswith("-turned") else f"{now}-turned"
+            llm.update_weights({HEAD: whole[turned][HEAD]}, turned, kv="keep", partial=True)
+        elif random.random() < 0.1:
+            new = {"first": "other", "other": "first"}[now.removesuffix("-turned")]
+            llm.update_weights(whole[new], new)
+    assert ended.keys() == prompts.keys()
+    assert_idle(llm)
+    oracle = Recomputation(FIXTURE.write_checkpoint(tmp_path))
+    seen = set()
+    for name, tensors in whole.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        oracle.take(tmp_path / name)
+        for number, output in ended.items():
+            best = oracle.logits(prompts[number], output.token_ids).argmax(-1).tolist()
+            for version, start, end in versions(output):
+                if version == name:
+                    assert output.token_ids[start:end] == best[start:end], (number, versions(output))
+                    seen.add(version)
+    for output in ended.values():
+        covered = [place for _, start, end in versions(output) for place in range(start, end)]
+        assert covered == [*range(len(output.token_ids))]
+    assert seen == whole.keys() and any(len(versions(output)) > 2 for output in ended.values())
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["streams", "at the end"])
+def test_requests_go_on_with_the_keys_and_values_that_they_have(
+    watched: bool, llm: LLM, expected: dict[int, list[list[int]]]
+) -> None:
+    """A new LM head has no part in keys and values, so that who keeps them says what it would say anew."""
+    llm.update_weights(FIXTURE.weights(), "first")
+    before = llm.engine.stats().num_preemptions
+    kind = RequestOutputKind.CUMULATIVE if watched else RequestOutputKind.FINAL_ONLY
+    running(llm, "kept", LONG[0], output_kind=kind)
+    head = {HEAD: OTHER.weights()[HEAD]}
+    llm.update_weights(head, "second", kv="keep", partial=True)
+    llm.engine.submit(llm.engine.check("new", list(LONG[0]), GREEDY))
+    found = completed(llm)
+    tokens = found["kept"].token_ids
+    [(_, _, split), _] = versions(found["kept"])
+    assert versions(found["kept"]) == [("first", 0, split), ("second", split, len(tokens))]
+    assert llm.engine.stats().num_preemptions == before
+    [after] = greedy_tokens(llm, [[*LONG[0], *tokens[:split]]], max_tokens=len(tokens) - split)
+    assert after == tokens[split:]
+    assert versions(found["new"]) == [("second", 0, len(tokens))]
+    # The pages of the first weights are nobody else's, not even after the request has ended.
+    llm.update_weights(OTHER.weights(), "third")
+    running(llm, "kept", LONG[0])
+    llm.update_weights(FIXTURE.weights(), "fourth", kv="keep")
+    kept = completed(llm)["kept"]
+    [output] = llm.generate(LONG, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+    assert versions(kept)[0][0] == "third" and versions(kept)[1][0] == "fourth"
+    assert_idle(llm)
+
+
+def test_a_part_of_the_weights(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
+    """Tensors by their names, some layers of a stack among them, and arrays of a tree: what is not given stays."""
+    llm.update_weights(FIXTURE.weights())
+    other = OTHER.weights()
+    parts = [{name: array for name, array in other.items() if ".layers.1." in name}]
+    parts += [{name: array for name, array in other.items() if ".layers.1." not in name}]
+    for part in parts:
+        before = greedy_tokens(llm, PROMPTS)
+        llm.update_weights(part, partial=True)
+        assert greedy_tokens(llm, PROMPTS) != before
+    assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
+    tree = llm.weights
+    llm.update_weights(FIXTURE.weights())
+    places = range(len(tree["layers"])) if isinstance(tree["layers"], list) else tree["layers"]
+    layers = {place: tree["layers"][place] for place in places}
+    llm.update_weights({"layers": layers}, partial=True)
+    assert greedy_tokens(llm, PROMPTS) != expected[OTHER.seed]
+    llm.update_weights(Module({name: array for name, array in tree.items() if name != "layers"}), partial=True)
+    assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
+    assert llm.weights["final_norm"] is tree["final_norm"]
+
+
+class Module:
+    """A trainer's module: it has weights as the engine has them, each in something that holds it."""
+
+    def __init__(self, weights: dict[str, Any]):
+        self._weights = weights
+
+    def tree(self) -> dict[str, Any]:
+        def held(node: Any) -> Any:
+            arrays = node.arrays if isinstance(node, Matrix) else node
+            return {name: held(one) for name, one in arrays.items()} if isinstance(arrays, dict) else Variable(node)
+
+        return {name: held(node) for name, node in self._weights.items()}
+
+
+@dataclass
+class Variable:
+    array: jax.Array
+
+    def get_value(self) -> jax.Array:
+        return self.array
+
+
+QUERY, KEY = (f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qk")
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({QUERY: None}, f"{QUERY} and {KEY} are parts of one matrix here, and only the former is given"),
+        ({"model.layers.9.mlp.down_proj.weight": None}, "unexpected tensor model.layers.9"),
+        ({"final_norm": np.ones(1, np.float32)}, r"the given weight \['final_norm'\] is float32\[1\]"),
+        ({"layers": 5}, "other arrays than the engine's"),
+        ({"lm_head": np.ones(1)}, "lm_head"),
+        ({"other_norm": np.ones(1)}, "other arrays than the engine's"),
+    ],
+    ids=["one of three", "no layer", "shape", "no mapping", "no form", "no array"],
+)
+def test_a_wrong_part_replaces_nothing(
+    part: dict[str, Any], message: str, llm: LLM, expected: dict[int, list[list[int]]]
+) -> None:
+    llm.update_weights(FIXTURE.weights(), "right")
+    given = {name: OTHER.weights().get(name, np.ones(1)) if array is None else array for name, array in part.items()}
+    with pytest.raises(ValueError, match=message):
+        llm.update_weights(given, "wrong", partial=True)
+    for wrong in ({"version": ""}, {"kv": "reset"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            llm.update_weights(OTHER.weights(), **wrong)
+    assert llm.weight_version == "right"
+    assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]
+
+
+def test_two_hundred_updates_leave_nothing_behind_and_compile_nothing(
+    llm: LLM, compilations: Callable[[], AbstractContextManager[Compilations]]
+) -> None:
+    trees = [llm.weights, jax.tree.map(lambda array: array + 0, llm.weights)]
+    llm.update_weights(trees[1])
+    greedy_tokens(llm, PROMPTS, 2)
+    gc.collect()
+    before = len(jax.live_arrays())
+    with compilations() as seen:
+        for number in range(200):
+            llm.update_weights(trees[number % 2])
+            for given, held in zip(jax.tree.leaves(trees[number % 2]), jax.tree.leaves(llm.weights), strict=True):
+                assert given is held or llm.config.mesh != "1x1"  # the second replica has copies
+            if number % 50 == 0:
+                greedy_tokens(llm, PROMPTS, 2)
+    assert seen.count == 0, seen.names
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
 
 
 def without(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -136,7 +334,7 @@ def test_a_wrong_tree_replaces_nothing(llm: LLM, expected: dict[int, list[list[i
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]
 
 
-def test_requests_of_replaced_weights_stay(llm: LLM) -> None:
+def test_requests_of_weights_without_a_name_stay(llm: LLM) -> None:
     """Another engine of this model would go on from pages that it would never have computed."""
     llm.update_weights(OTHER.weights())
     engine = llm.engine
@@ -149,11 +347,44 @@ def test_requests_of_replaced_weights_stay(llm: LLM) -> None:
 
 
 def test_pages_that_leave_an_engine_have_the_name_of_its_weights(tmp_path: Path) -> None:
+    """Two engines keep pages in one directory, and find those of the same version alone."""
     directory = FIXTURE.write_checkpoint(tmp_path / "model")
     kept = json.dumps({"kv_connector": "files", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}})
-    with tiny_llm(directory, kv_transfer_config=kept) as llm:
-        with pytest.raises(NotImplementedError, match="kv_connector files keeps pages of other weights"):
-            llm.update_weights(OTHER.weights())
+
+    def num_cached(llm: LLM) -> int:
+        llm.reset_prefix_cache()
+        [output] = llm.generate(LONG, GREEDY, use_tqdm=False)
+        for replica in llm.engine.replicas:
+            assert replica.traffic is not None
+            replica.traffic.wait_until_saved()
+        return output.num_cached_tokens
+
+    with tiny_llm(directory, kv_transfer_config=kept) as one, tiny_llm(directory, kv_transfer_config=kept) as two:
+        one.engine._page_format().fingerprint  # noqa: B018  # waits until the weights are named
+        two.engine._page_format().fingerprint  # noqa: B018
+        assert num_cached(one) == 0
+        full = num_cached(one)
+        assert full > 0 and num_cached(two) == full
+        one.update_weights(OTHER.weights(), "second")
+        assert (num_cached(one), num_cached(one)) == (0, full)
+        assert num_cached(two) == full  # pages of the first weights are still there
+        two.update_weights(OTHER.weights(), "second")
+        assert num_cached(two) == full
+        for llm in (one, two):  # nobody knows that these are the same
+            llm.update_weights(FIXTURE.weights())
+            assert (num_cached(llm), num_cached(llm)) == (0, full)
+        # A request moves between engines whose weights have the same name.
+        one.update_weights(OTHER.weights(), "third")
+        two.update_weights(OTHER.weights(), "fourth")
+        running(one, "moves", LONG[0])
+        exported = one.engine.export_request("moves")
+        with pytest.raises(ValueError, match="another model, dtype, page or version"):
+            two.engine.import_request(exported)
+        two.update_weights(OTHER.weights(), "third")
+        two.engine.import_request(exported)
+        output = completed(two)["moves"]
+        assert versions(output) == [("third", 0, len(output.token_ids))]
+        assert [output.token_ids] == greedy_tokens(two, LONG)
 
 
 def test_the_directory_of_a_checkpoint(llm: LLM, expected: dict[int, list[list[int]]], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from jaxvllm.models import checkpoint
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
-from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.forms.tpu_groups import TpuGroups
@@ -50,7 +50,7 @@ def recomputed(path: Path, forms: Forms) -> list[list[int]]:
 
 
 # The forms of a CPU's kernels, which round tokens, so that theirs is another model.
-KERNELS = FewBitsForms(Backend("cpu", host_chip()))
+KERNELS = Backend("cpu", host_chip())
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def published(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     ids=["kernels", "stages"],
 )
 def test_the_same_tokens(options: dict[str, Any], tiny_checkpoint: Path) -> None:
-    form = ScaledRows() if options else KERNELS.named("int8")
-    best_tokens = recomputed(tiny_checkpoint, Forms(layers=form))
+    forms = Forms(layers=ScaledRows()) if options else Forms.chosen("int8", KERNELS, may_turn=True, by_tile=True)
+    form, best_tokens = forms.layers, recomputed(tiny_checkpoint, forms)
     with tiny_llm(tiny_checkpoint, quantization="int8", dtype="float32", **options) as llm:
         assert greedy_tokens(llm, PROMPTS, 8) == best_tokens
         held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
@@ -123,9 +123,11 @@ def test_a_draft_has_the_forms_of_its_own_checkpoint(published: Path, tiny_check
 
 
 def test_matrices_are_rounded_while_they_are_read(tiny_checkpoint: Path) -> None:
-    form = KERNELS.named("int4_g32")
+    forms = Forms.chosen("int4_g32", KERNELS, may_turn=True, by_tile=True)
     with tiny_llm(tiny_checkpoint, quantization="int4_g32", dtype="float32") as llm:
-        assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms(layers=form))
+        assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, forms)
+        head = llm.weights.get("lm_head", llm.weights["embed"])
+        assert isinstance(head, Matrix) and isinstance(head.form, CodeTable | CpuGroups)
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """A start says where its time went, and leaves nothing out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.engine import startup
 from jaxvllm.engine.startup import StartPhase, StartupClock
+from jaxvllm.runtime.programs import Programs
 from tests.engine.tiny import tiny_llm
 from tests.quick import rare_programs
 
@@ -62,9 +64,13 @@ def test_where_the_system_does_not_tell_the_first_phase_is_missing(monkeypatch: 
     assert [phase.name for phase in StartupClock().report().phases] == ["other"]
 
 
-def test_an_engine_knows_its_start(tiny_checkpoint: Path) -> None:
+def test_an_engine_knows_its_start(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with rare_programs(on_demand=False), tiny_llm(tiny_checkpoint, max_decode_burst=1) as llm:
+        steps: list[Programs[Any]] = []
+        monkeypatch.setattr(Programs, "compile_more", lambda self: steps.append(self))
         llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert llm.engine.holders[0].programs in steps, "the others are compiled from the end of the first step on"
+        monkeypatch.undo()
         report = llm.engine.startup()
     assert [phase.name for phase in report.phases] == [
         *("imports", "devices", "tokenizer", "weights", "memory", "programs", "other"),

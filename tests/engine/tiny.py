@@ -131,9 +131,15 @@ class Recomputation:
     """The model without pages, batches and caches: every call computes the whole sequence by dense attention."""
 
     def __init__(self, directory: Path) -> None:
-        spec = model_spec(checkpoint.read_config(directory), MAX_MODEL_LEN)
-        self._params = checkpoint.load(directory, spec, dtype=jnp.float32, layout="separate")
-        self._logits = jax.jit(lambda params, tokens: dense_logits(params, spec, tokens))
+        self._config = checkpoint.read_config(directory)
+        self._spec = model_spec(self._config, MAX_MODEL_LEN)
+        self._logits = jax.jit(lambda params, tokens: dense_logits(params, self._spec, tokens))
+        self.take(directory)
+
+    def take(self, directory: Path) -> None:
+        """Computes with other weights of the same model from now on."""
+        options: Any = dict(dtype=jnp.float32, layout="separate", hf_config=self._config)
+        self._params = checkpoint.load(directory, self._spec, **options)
 
     def logits(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
         """f32[len(output), V]: the logits that each token of `output` was chosen from."""

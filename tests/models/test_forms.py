@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.config import Quantization
 from jaxvllm.models import checkpoint, orbax_tree
-from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.declaration import ParamDecl, Storage
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, QUANTIZATIONS, Form, Forms, Matrix, packed
 from jaxvllm.models.forms.choice import FewBitsForms
@@ -233,6 +233,30 @@ def test_rows_of_tables_are_filled_up_to_whole_tiles(case: Case) -> None:
 def test_a_table_of_a_form_without_rows_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="Halves keeps no rows that could be looked up"):
         Halves().look_up({}, jnp.arange(2))
+
+
+@pytest.mark.parametrize("storage", ["matrix", "tied_table"])
+def test_a_cpu_has_the_head_beside_rounded_layers_in_eight_bits(storage: Storage) -> None:
+    decl = ParamDecl((130, 64), ("vocab", "embed"), storage=storage)
+    name = "lm_head" if storage == "matrix" else "embed"
+    random = np.random.default_rng(4)
+    table, x = (random.normal(size=(count, 64)).astype(np.float32) for count in (130, 3))
+    forms = Forms.chosen("int4", Backend("cpu", host_chip()), may_turn=True, by_tile=True)
+    form = forms.of(name, decl, None)
+    arrays = form.keep(
+        jnp.asarray(table), {part: SingleDeviceSharding(jax.devices()[0]) for part in form.declare(decl)}
+    )
+    filled_up = 130 + -130 % host_chip().panel_columns
+    assert sum(array.nbytes for array in arrays.values()) == filled_up * 64 * (1 + 2 / 32)
+    groups = table.reshape(130, 2, 32)
+    scales = (np.abs(groups).max(-1, keepdims=True) / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    rounded = (np.clip(np.rint(groups / scales), -128, 127) * scales).reshape(130, 64)
+    if storage == "tied_table":
+        np.testing.assert_array_equal(form.look_up(arrays, jnp.asarray([0, 77, 129])), rounded[[0, 77, 129]])
+    logits = np.asarray(form.product(jnp.asarray(x), arrays, jnp.float32))
+    # Tokens are rounded to eight bits, too.
+    assert np.abs(logits - x @ rounded.T).max() < 0.01 * np.abs(logits).max()
+    assert Forms.chosen("fp8", Backend("cpu", host_chip()), may_turn=True, by_tile=True).of(name, decl, None) != form
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from pallas_kernels.integer_matmul import CodePanels
 from pallas_kernels.packed_matmul.panels import Panels
-from pallas_kernels.quantized_matmul.code import FLOAT4
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
 
 
 def unpacked_codes(
@@ -17,7 +17,7 @@ def unpacked_codes(
     """The codes [.., outs, ins], by what `CodePanels` says of bytes."""
     codes = np.asarray(arrays["codes"])
     if panels.bits == 8:
-        return Panels(panels.columns, 4).unpacked(codes, outs, ins)
+        return Panels(panels.columns, panels.unit).unpacked(codes, outs, ins)
     found = Panels(panels.columns, 8).unpacked(np.concatenate([codes & 15, codes >> 4], -1), outs, ins)
     if panels.bits == 4:
         return found
@@ -40,13 +40,17 @@ def matrix(panels: CodePanels, arrays: Mapping[str, NDArray[np.uint8]], outs: in
 
     codes = unpacked_codes(panels, arrays, outs, ins)
     zeros = of_inputs("zeros", panels.group) if panels.offsets == "zeros" else panels.zero
-    numbers = FLOAT4.table[codes].astype(np.float64) if panels.is_float4 else codes - np.float64(zeros)
+    if panels.is_float4 or panels.is_float8:
+        numbers = (FLOAT4 if panels.is_float4 else E4M3).table[codes].astype(np.float64)
+    else:
+        numbers = codes - np.float64(zeros)
     scales = of_inputs("scales", panels.group, panels.scale_dtype)
     if panels.span is not None:
         scales = scales * of_inputs("factors", panels.span)
     if panels.offsets != "mins":
         return numbers * scales
-    return numbers * scales - of_inputs("mins", panels.group) * of_inputs("min_factors", panels.span)
+    mins = of_inputs("mins", panels.group)
+    return numbers * scales - (mins if panels.span is None else mins * of_inputs("min_factors", panels.span))
 
 
 def rounded(x: NDArray[np.float32], together: int | None) -> NDArray[np.float64]:

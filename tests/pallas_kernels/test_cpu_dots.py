@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.amx import Factors, TileShape, tile_registers
-from pallas_kernels.cpu.bytes import dot_bytes
+from pallas_kernels.cpu.bytes import dot_bytes, has_table_of_128, looked_up_of_128
 from pallas_kernels.cpu.dots import DOTS, Dot, dot_for
 from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
@@ -119,6 +119,27 @@ def test_codes_times_numbers_are_exact_on_every_chip(most: int) -> None:
         np.testing.assert_array_equal(np.asarray(result), MODELS["vpdpbusd"](codes, numbers, sums))
 
 
+def bytes_of_table(e: Emitter, frame: Frame) -> None:
+    with e.loop(0, frame.argument(0).size(0), e.lanes) as i:
+        found = looked_up_of_128(TABLE, e.load_words(frame.argument(0).data + i * 4))
+        e.store(frame.result(0).data + i * 4, e.of_bits(found))
+
+
+def test_a_table_of_128_bytes_is_what_the_manual_says() -> None:
+    places = words(np.random.default_rng(0), (256,), "uint8")
+    expected = np.asarray(TABLE, np.uint8)[places.view(np.uint8) & 127].view(np.int32)
+    here = CPU_CHIPS[16]
+    for chip in (
+        *([here] if has_table_of_128(here) else []),
+        replace(here.without("avx512vbmi"), emulated=("avx512vbmi",)),
+    ):
+        handler = Handler(bytes_of_table, (), chip)
+        result = jax.jit(partial(handler, jax.ShapeDtypeStruct((256,), jnp.int32)))(places)
+        np.testing.assert_array_equal(np.asarray(result), expected)
+    assert not has_table_of_128(here.without("avx512vbmi")) and not has_table_of_128(CPU_CHIPS[8])
+
+
+TABLE = np.random.default_rng(1).integers(0, 256, 128).tolist()
 TAKEN = (("bfloat16", "bfloat16"), ("uint8", "int8"), ("int8", "int8"))
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.cpu.host import check_features, host_chip
 from pallas_kernels.cpu.machine_code import compile_handler
-from pallas_kernels.cpu.pool import parallel_loop
+from pallas_kernels.cpu.pool import parallel_loop, parallel_runs
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp, exp2, sums, tanh
 from pallas_kernels.grouped_matmul.cpu import counting_sort, largest_of_rows
@@ -130,7 +130,7 @@ def test_a_sum_has_the_same_bits_among_others(lanes: int) -> None:
         np.testing.assert_array_equal(some[: 2**n], result[-1, : 2**n])
 
 
-def counting(e: Emitter, frame: Frame) -> None:
+def counting(e: Emitter, frame: Frame, loop: str) -> None:
     """Adds one to each element on all threads. The argument's size is that of the result."""
 
     def add(t: Emitter, item: Value, captured: Any) -> None:
@@ -138,22 +138,25 @@ def counting(e: Emitter, frame: Frame) -> None:
         t.store_int(target + item * 8, t.load_int(source + item * 8) + 1 + item)
 
     source, target = frame.argument(0), frame.result(0)
-    parallel_loop(e, frame, source.size(0), (source.data, target.data), add)
+    loops = {"items": parallel_loop, "runs": parallel_runs}
+    loops[loop](e, frame, source.size(0), (source.data, target.data), add)
 
 
+@pytest.mark.parametrize("loop", ["items", "runs"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
-def test_each_item_is_done_once_before_the_call_ends(count: int) -> None:
+def test_each_item_is_done_once_before_the_call_ends(count: int, loop: str) -> None:
     x = np.arange(2 * count, dtype=np.int32)  # pairs of words, which the kernel takes for 64 bits
-    handler = Handler(counting, (), host_chip())
+    handler = Handler(counting, (loop,), host_chip())
     call = jax.jit(lambda x: handler(jax.ShapeDtypeStruct((count, 2), jnp.int32), x.reshape(count, 2)))
     for _ in range(20):
         result = np.asarray(call(x)).copy().view(np.int64).reshape(-1)
         np.testing.assert_array_equal(result, x.view(np.int64) + 1 + np.arange(count))
 
 
-def test_many_threads_call_at_once() -> None:
+@pytest.mark.parametrize("loop", ["items", "runs"])
+def test_many_threads_call_at_once(loop: str) -> None:
     x = np.arange(200, dtype=np.int32)
-    handler = Handler(counting, (), host_chip())
+    handler = Handler(counting, (loop,), host_chip())
 
     @jax.jit
     def chain(x: jax.Array) -> jax.Array:

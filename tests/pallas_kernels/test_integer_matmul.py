@@ -42,6 +42,7 @@ STORED = {
     "int4-groups-of-192": (CodePanels(0, 4, 192, "bfloat16", zero=8), 384),
     "AWQ": (CodePanels(0, 4, 64, "float16", offsets="zeros"), 192),
     "Q4_0": (CodePanels(0, 4, 32, "float16", zero=8), 96),
+    "Q5_1": (CodePanels(0, 5, 32, "float16", offsets="mins"), 96),
     "MXFP4": (CodePanels(0, 4, 32, "float8_e8m0fnu", is_float4=True), 96),
     "NVFP4": (CodePanels(0, 4, 16, "float32", is_float4=True), 96),
     "Q4_K": (CodePanels(0, 4, 32, "uint8", offsets="mins", span=256), 512),

@@ -267,3 +267,23 @@ def test_a_blind_plan_gets_the_blind_twin_of_its_bucket_and_no_other_plan_does(
 def test_what_guesses_sees_the_steps_that_it_guesses_for() -> None:
     with pytest.raises(ValueError, match="must see the steps"):
         Bucket(16, 4, num_drafts=3, is_blind=True)
+
+
+@given(ladders_and_plans(), st.booleans())
+def test_a_plan_without_adapters_costs_what_it_costs_where_there_are_none(
+    drawn: tuple[BucketLadder, StepPlan], has_adapters: bool
+) -> None:
+    ladder, plan = drawn
+    sizes = {(bucket.num_tokens, bucket.num_rows) for bucket in ladder.buckets}
+    rows, tokens = zip(*((rows, tokens) for tokens, rows in sizes), strict=True)
+    twins = BucketLadder.build(rows, tokens, has_lora=True)
+    usual = BucketLadder.build(rows, tokens)
+    every = (*twins.buckets, *twins.split, twins.plain)
+    found = twins.choose(replace(plan, has_adapters=has_adapters), every)
+    without = usual.choose(plan, (*usual.buckets, *usual.split, usual.plain))
+    assert found is not None and without is not None and found.is_adapted == has_adapters
+    assert (found.num_tokens, found.num_rows) == (without.num_tokens, without.num_rows)
+    # Those on which others wait hold every plan.
+    assert twins.first.is_adapted and twins.largest.is_adapted and twins.plain.is_adapted
+    assert twins.widest is None or twins.widest.is_adapted
+    assert not any(bucket.holds(replace(plan, has_adapters=True)) for bucket in usual.buckets)

@@ -84,6 +84,31 @@ def test_serves_from_a_plain_one_and_then_the_largest_while_the_rest_compiles(co
         assert programs.choose(plan) == expected == programs.wait_for(expected)()
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        Programs.compile_more,
+        lambda programs: programs.choose(replace(make_plan(1, [5]), has_logit_rules=True)),
+        lambda programs: programs.wait_for(LARGEST),
+        Programs.wait,
+        Programs.close,
+    ],
+    ids=["a step is over", "a plan waits", "a bucket is waited for", "all are waited for", "the end"],
+)
+def test_nothing_compiles_beside_the_first_step(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, asks: Callable[[Programs[Any]], object]
+) -> None:
+    monkeypatch.setattr("jaxvllm.runtime.programs.FIRST_STEP_SECONDS", PATIENCE)
+    compiler.compile(100)
+    programs = Programs(LADDER, compiler)
+    compiler.wait_until_asked(1)
+    assert programs.choose(make_plan(1, [5])) == PLAIN == programs.wait_for(PLAIN)()
+    assert not compiler.started.acquire(timeout=0.05), "a step would have to share the cores"
+    asks(programs)
+    assert not programs._thread.is_alive() or programs._needs_more.is_set()
+    programs.wait()
+
+
 def assert_waits(compiler: Compiler, plan: StepPlan, count: int, expected: Bucket) -> None:
     """Asserts that `plan` waits until `count` more buckets are compiled, and then runs in `expected`."""
     programs = Programs(LADDER, compiler)

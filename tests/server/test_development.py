@@ -1,6 +1,8 @@
 """Endpoints that are there with --dev-endpoints alone."""
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,125 @@ def test_weights_are_replaced_by_those_of_a_directory(server, tmp_path):
     tensors = load_file(DEMO / "model.safetensors")
     tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
     save_file(tensors, tmp_path / "model.safetensors")
-    assert server.ask(DEVELOPMENT, path, model_path=str(tmp_path)).json() == {"success": True, "message": ""}
+    named = {"model_path": str(tmp_path), "weight_version": "turned"}
+    assert server.ask(DEVELOPMENT, path, **named).json() == {"success": True, "message": ""}
+    assert server.ask(DEVELOPMENT, INFO, "GET").json() == {"weight_version": "turned"}
     answer = server.answer("/v1/completions", **body)
     assert answer["choices"][0]["text"] != before
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert server.ask(DEVELOPMENT, path, model_path=str(DEMO)).status_code == 200
     assert server.answer("/v1/completions", **body)["choices"][0]["text"] == before
+
+
+INFO = "/weight_info"
+
+
+def test_vllms_endpoint_takes_a_directory_and_keeps_what_runs(server):
+    path = "/update_weights"
+    assert server.client.post(path, json={"model_path": "/x"}).status_code == 404  # it is off by default
+    assert server.client.get(INFO).status_code == 404
+    response = server.ask(DEVELOPMENT, path, model_path=str(DEMO), kv="keep", weight_version="seven")
+    assert response.json() == {"weight_version": "seven"}
+    first = server.ask(DEVELOPMENT, path, model_path=str(DEMO)).json()  # it gets a name of its own
+    assert first == server.ask(DEVELOPMENT, INFO, "GET").json() != {"weight_version": "seven"}
+    body = BODY | {"max_tokens": 100, "ignore_eos": True, "cache_salt": "vllm"}
+    expected = server.answer("/v1/completions", **body)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        assert server.ask(DEVELOPMENT, path, model_path=str(DEMO), kv="keep").status_code == 200
+        text += lines
+    assert joined(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/update_weights", {"update_info": {"names": []}}, "update_info", "send tensors from one GPU to another"),
+        ("/update_weights", {"kv": "keep"}, "model_path", "model_path is missing"),
+        ("/update_weights", {"model_path": str(DEMO), "kv": "reset"}, "kv", "drop"),
+        ("/update_weights", {"model_path": str(DEMO), "weight_version": ""}, "weight_version", "at least 1"),
+        ("/start_weight_update", {}, None, "send tensors from one GPU to another"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, None, "give its directory as model_path"),
+        ("/finish_weight_update", {"weight_version": "x"}, None, "send tensors from one GPU to another"),
+    ],
+)
+def test_what_is_no_directory_is_refused(server, path, body, param, message):
+    response = server.ask(DEVELOPMENT, path, **body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), response.text
+    assert message in error["message"]
+
+
+LONG: dict[str, Any] = dict(prompt="A bear sat by the river. ", max_tokens=450, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def frozen(server: Any) -> Iterator[Callable[[], None]]:
+    """Freezes what runs at once. To make an application, as an endpoint needs here, may take longer than an answer."""
+    yield partial(server.portal.call, server.llm.pause, "keep")
+    server.portal.call(server.llm.wake_up)
+
+
+def test_pauses_are_off_by_default(server):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory"):
+        assert server.client.post(path).status_code == 404
+    assert server.client.get("/is_paused").status_code == 404
+    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert server.ask(DEVELOPMENT, "/sleep", headers={"origin": "http://page.example"}).status_code == 403
+
+
+def test_kept_streams_go_on(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        frozen()
+        assert server.ask(DEVELOPMENT, "/pause?mode=keep").json() == {"status": "paused"}
+        assert any("owned" in pool.states for pool in server.portal.call(server.llm.pages))
+        assert server.ask(DEVELOPMENT, "/is_sleeping", "GET").json() == {"is_sleeping": True}
+        assert server.ask(DEVELOPMENT, "/release_kv_cache_memory").json() == {"status": "kv_cache_released"}
+        refused = server.ask(DEVELOPMENT, "/resume")
+        assert (refused.status_code, "call wake_up" in refused.text) == (409, True)
+        assert server.ask(DEVELOPMENT, "/wake_up?tags=kv_cache").json() == {"status": "awake", "tags": ["kv_cache"]}
+        text += lines
+    assert joined(text) == expected
+    assert server.ask(DEVELOPMENT, "/is_paused", "GET").json() == {"is_paused": False}
+
+
+def test_an_aborted_answer_says_so_and_others_wait(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    events = []
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        events.append(next(lines))
+        frozen()
+        assert server.ask(DEVELOPMENT, "/sleep?level=1").json() == {"status": "sleeping", "level": 1}
+        events += lines
+    last = [json.loads(line[6:]) for line in events if line.startswith("data: {")][-1]["choices"][0]
+    assert last["finish_reason"] == "abort"
+    assert expected.startswith(joined(events))
+
+    async def wake() -> Any:
+        # It comes while the engine sleeps, and is computed when it is awake.
+        stream = await server.llm.submit(LONG["prompt"])
+        assert server.llm.num_requests == 1
+        assert await server.llm.wake_up(["scheduling"]) is False
+        assert await server.llm.wake_up() is True
+        return [output async for output in stream][-1]
+
+    assert server.portal.call(wake).finished
+    assert server.ask(DEVELOPMENT, "/wake_up?tags=other").status_code == 400
+    assert server.ask(DEVELOPMENT, "/sleep?level=3").status_code == 400
+
+
+def test_a_pause_waits_for_answers(server, frozen):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    with server.client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        lines = response.iter_lines()
+        text = [next(lines)]
+        frozen()
+        assert server.ask(DEVELOPMENT, "/pause?mode=wait").json() == {"status": "paused"}
+        text += lines
+        assert joined(text) == expected
+    assert server.ask(DEVELOPMENT, "/resume").status_code == 200

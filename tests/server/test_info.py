@@ -72,10 +72,6 @@ def test_version(server):
     assert server.client.get("/version").json() == {"version": jaxvllm.__version__}
 
 
-def test_it_never_sleeps(server):
-    assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
-
-
 def test_load(server):
     body = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 40}  # 8 at a time
     with server.client.stream("POST", "/v1/completions", json=body) as response:

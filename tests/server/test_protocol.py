@@ -11,6 +11,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.server.protocol.chat_completions import ChatRequest
 from jaxvllm.server.protocol.completions import CompletionRequest
 from jaxvllm.server.protocol.fields import SamplingFields
+from jaxvllm.server.protocol.generate import GenerateRequest
 from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesRequest
 from jaxvllm.server.protocol.responses import ResponsesRequest
 from jaxvllm.server.protocol.tokenization import DetokenizeRequest, TokenizeRequest
@@ -45,6 +46,7 @@ def test_errors_do_not_multiply(model: type[BaseModel], body: dict[str, object])
 REQUESTS = (
     ChatRequest,
     CompletionRequest,
+    GenerateRequest,
     MessagesRequest,
     CountTokensRequest,
     ResponsesRequest,

@@ -425,7 +425,9 @@ def test_a_reader_whose_stream_is_closed(llm: AsyncLLM, portal: BlockingPortal) 
     portal.call(run)
 
 
-def test_a_killed_engine_comes_back_with_its_new_weights(llm: AsyncLLM, portal: BlockingPortal, tmp_path: Path) -> None:
+def test_a_killed_engine_comes_back_paused_and_with_its_new_weights(
+    llm: AsyncLLM, portal: BlockingPortal, tmp_path: Path
+) -> None:
     tensors = load_file(DEMO / "model.safetensors")
     tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
     save_file(tensors, tmp_path / "model.safetensors")
@@ -440,6 +442,7 @@ def test_a_killed_engine_comes_back_with_its_new_weights(llm: AsyncLLM, portal: 
         assert before != original
         streams = [await llm.submit(PROMPTS[0], LONG) for _ in range(6)]
         await anext(streams[0])
+        await llm.pause("keep")
         old = llm.pid
         assert old is not None
         os.kill(old, signal.SIGKILL)
@@ -451,6 +454,8 @@ def test_a_killed_engine_comes_back_with_its_new_weights(llm: AsyncLLM, portal: 
             await llm.submit(PROMPTS[0], GREEDY)
         assert llm.state is EngineState.RESTARTING and not llm.is_responsive
         await llm.ready()
+        assert await llm.is_paused()
+        await llm.resume()
         assert await texts(llm, PROMPTS[:1], GREEDY) == [before]
         assert await pages_owned(llm) == 0 and llm.pid != old
         assert await llm.ask(UpdateWeights(str(DEMO)))

@@ -19,7 +19,20 @@ from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedPara
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine.commands import ResetPrefixCache, ShowExpertLoads, ShowPages, UpdateWeights
+from jaxvllm.core.weight_version import WeightVersionSpan
+from jaxvllm.engine.commands import (
+    EngineRest,
+    PutToSleep,
+    ReleaseKV,
+    ResetPrefixCache,
+    SetPause,
+    ShowExpertLoads,
+    ShowPages,
+    ShowRest,
+    ShowWeightVersions,
+    UpdateWeights,
+    WakeUp,
+)
 from jaxvllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxvllm.engine.page_view import PageState, PageView, PoolView
 from jaxvllm.engine.stats import EngineStats, StepReport
@@ -280,7 +293,7 @@ def test_a_reset_of_the_prefix_cache_is_answered_when_it_is_done() -> None:
 
 @pytest.mark.parametrize(("error", "kind"), [(ValueError("why"), "wrong"), (NotImplementedError("why"), "unsupported")])
 def test_a_command_that_cannot_be_done_is_answered_with_the_reason(error: Exception, kind: Any) -> None:
-    def fail(weights: Any) -> None:
+    def fail(*of_update: Any) -> None:
         raise error
 
     said = run(engine(update_weights=fail), wire.Ask(7, UpdateWeights("there")))
@@ -324,7 +337,9 @@ def test_limits_count_what_would_wait() -> None:
 
 
 PAGE = PageView(page=3, first_position=16, token_ids=(1, 2), num_owners=2, findable=True)
-OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}], "stop", "x", [("a", True)])
+LOGPROBS = [{1: Logprob(-0.5, 1, "a"), 2: Logprob(-9.0)}]
+SPANS = [WeightVersionSpan("seven", 0, 1)]
+OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)], weight_versions=SPANS)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +360,14 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
         wire.Ask(3, ShowPages()),
         wire.Ask(3, ShowExpertLoads()),
         wire.Ask(4, ResetPrefixCache(False, True)),
-        wire.Ask(5, UpdateWeights("there")),
+        wire.Ask(5, UpdateWeights("there", "seven", "keep")),
+        wire.Ask(5, ShowWeightVersions()),
+        wire.Ask(6, SetPause("keep")),
+        wire.Ask(6, SetPause(None)),
+        wire.Ask(7, PutToSleep(2)),
+        wire.Ask(7, ReleaseKV()),
+        wire.Ask(8, WakeUp(("weights",))),
+        wire.Ask(9, ShowRest()),
         wire.Stop(),
         wire.Accepted(7),
         wire.FollowerEnded(),
@@ -364,6 +386,13 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, [{1: Logprob(-0.5, 1, "a"), 2: Logp
 def test_every_message_arrives_as_it_was_sent(message: wire.Command | wire.Report) -> None:
     decode = wire.decode_command if isinstance(message, wire.Command.__value__) else wire.decode_report
     assert decode(wire.encode(message)) == message
+
+
+def test_several_engines_are_paused_when_all_are_and_asleep_when_one_is() -> None:
+    rests = [EngineRest(True, False, ("weights",)), EngineRest(True, True, ("weights", "kv_cache"))]
+    assert ShowRest().joined(rests) == EngineRest(True, False, ("weights", "kv_cache"))
+    answer = wire.CommandAnswer.of(3, rests[0])
+    assert msgspec.msgpack.decode(answer.answer, type=ShowRest.answers) == rests[0]
 
 
 def test_loads_of_experts_arrive_and_those_of_several_engines_are_added() -> None:

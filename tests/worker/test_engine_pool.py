@@ -416,6 +416,20 @@ def test_a_reset_of_the_prefix_cache_is_for_all_engines(
     assert asked == [(engine, ResetPrefixCache(False, True)) for engine in pool.engines]
 
 
+def test_a_pause_is_for_all_engines(pool: EnginePool, portal: BlockingPortal) -> None:
+    async def run() -> None:
+        await pool.pause("keep")
+        assert all([await engine.is_paused() for engine in pool.engines])
+        assert all("SetPause" in engine.questions.lasting for engine in pool.engines)
+        stream = await pool.submit(PROMPTS[0], SamplingParams(max_tokens=4))
+        await pool.sleep(1, "keep")
+        assert await pool.wake_up(["kv_cache"])
+        assert not await pool.is_sleeping()
+        assert [output async for output in stream][-1].finished
+
+    portal.call(run)
+
+
 def test_the_devices_of_each_engine() -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "3,4,5,7"}
     places = OneHost(2, 2, "gpu", gpus)

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.cpu_float8 import CpuFloat8
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
@@ -40,6 +41,10 @@ QUANTIZATIONS: Mapping[str, StoredAs] = {
     "int8_w8a8": StoredAs(INT8, None, "float32", rounds_tokens=True),
     "fp8_w8a8": StoredAs(E4M3, None, "float32", rounds_tokens=True),
 }
+# How CPUs keep the LM head beside layers that are rounded so. OpenVINO and llama.cpp round it to about as many bits.
+# Of Qwen3 0.6B in int4 it would take 622 MB in float32, and all layers take 227: most of a decode step.
+_HEAD = StoredAs(INT8, 32, "bfloat16")
+_ROUNDS_HEAD = ("int8", "int4", "int4_g32")
 
 
 # The name of a matrix and the number of its layer. None stands for outside the layers.
@@ -110,16 +115,19 @@ class FewBitsForms:
         return InParts(axis, tuple(parts)) if self.by_tile else None
 
     def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
-        """Returns the form of our integer kernel, if it runs and knows the code, and a device has whole matrices."""
+        """Returns the form of one of our kernels, if one runs and knows the code, and a device has whole matrices."""
         chip = self.backend.chip
-        if not isinstance(chip, CpuChip) or self.shards > 1 or not CpuGroups.takes_stored(stored, group):
+        if not isinstance(chip, CpuChip) or self.shards > 1:
             return None
-        return CpuGroups(stored, group, chip)
+        forms = (form for form in (CpuGroups, CpuFloat8) if form.takes_stored(stored, group))
+        return next((form(stored, group, chip) for form in forms), None)
 
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:
         """Returns the form that users call so. Raises NotImplementedError where there is none."""
         wanted = QUANTIZATIONS[quantization]
-        if (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
+        # Tokens in FP8 are what XLA multiplies by FP8. Our kernel for CPUs rounds tokens to integers only.
+        rounds_to_float8 = wanted.rounds_tokens and wanted.code == E4M3
+        if not rounds_to_float8 and (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
             return on_cpu
         has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
         has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
@@ -138,6 +146,7 @@ class Forms:
     """The forms of a model's matrices.
 
     layers: of the matrices of all layers
+    outside: of other matrices outside of the layers
     head: of an LM head of its own
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
@@ -148,6 +157,7 @@ class Forms:
     """
 
     layers: Form = PLAIN
+    outside: Form = PLAIN
     head: Form = PLAIN
     table: Form = PLAIN
     experts: Form = PLAIN
@@ -168,9 +178,9 @@ class Forms:
         """Returns the forms for the kernels of `backend`. For the reference XLA multiplies.
 
         `may_turn` says that the model, of `dtype`, is on one CPU, whose layers have arrays of their own, and `by_tile`
-        that it is on `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM: its
-        errors would be those of the logits. Without one, matrices are kept as a checkpoint stores them, where there are
-        forms for that.
+        that it is on `shards` CPUs. A quantization is that of the layers. The head keeps its dtype, as in vLLM, or has
+        eight bits where our integer kernel runs. Without one, matrices are kept as a checkpoint stores them, where
+        there are forms for that.
         """
         chip = backend.chip if isinstance(backend.chip, CpuChip) else None
         usual: Form = PLAIN
@@ -190,8 +200,11 @@ class Forms:
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
         # The rows of a table are looked up.
-        table = PLAIN if chip is None else CpuKernel(chip)
-        return cls(layers, usual, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
+        head, table = usual, PLAIN if chip is None else CpuKernel(chip)
+        if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
+            head = CpuGroups(_HEAD, _HEAD.group, chip)
+            table = CodeTable(head, jnp.dtype(dtype).name)
+        return cls(layers, usual, head, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
 
     def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
         """Returns the form of the array with that name and declaration, of a layer or, with None, outside of them."""
@@ -205,12 +218,15 @@ class Forms:
         if self.pads_tables and is_table and decl.shape[-1] % LANES:
             return PaddedTable(decl.shape[-1])
         if decl.storage == "tied_table":
-            return self.table
+            takes = not isinstance(self.table, FewBits) or self.table.takes(decl)
+            return _if_smaller(self.table.of_matrix(decl), decl) if takes else PLAIN
         if decl.storage == "experts":
             return self.experts
         if decl.storage == "matrix":
             # An array that declares a dtype, such as a router, is never quantized.
-            return _if_smaller(self.layers.of_matrix(decl), decl) if is_of_layer and decl.dtype is None else self.head
+            if is_of_layer and decl.dtype is None:
+                return _if_smaller(self.layers.of_matrix(decl), decl)
+            return _if_smaller(self.head.of_matrix(decl), decl) if name == "lm_head" else self.outside
         return PLAIN
 
     def kept(

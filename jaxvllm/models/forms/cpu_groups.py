@@ -16,6 +16,7 @@ from jaxvllm.models.forms.few_bits import Elements, FewBits, StoredAs, as_dtype,
 from jaxvllm.models.forms.form import Arrays, Experts, Gating
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
+from jaxvllm.models.large_pages import kept_zeros
 from jaxvllm.models.tiling import Box, Fill
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.integer_matmul import (
@@ -37,7 +38,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
 )
 from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
-from pallas_kernels.quantized_matmul.code import FLOAT4, INT8
+from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8
 
 # So many codes are put in order together.
 _MOST = 1 << 20
@@ -65,7 +66,7 @@ class CpuGroups(FewBits):
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
         """Tells whether the kernel knows the code and the scales, and groups of at most that size."""
         known = stored.code == INT8 or stored.code.bits < 8
-        if not known or stored.scale_dtype not in SCALE_BYTES or (stored.has_mins and stored.span is None):
+        if not known or stored.scale_dtype not in SCALE_BYTES:
             return False
         return group is None or group % UNITS[stored.code.bits] == 0
 
@@ -80,7 +81,7 @@ class CpuGroups(FewBits):
         return ScaledGroups(self.stored.code, self.group, self.stored.scale_dtype, self.stored.has_zeros)
 
     def of_table(self, table: ParamDecl, dtype: DTypeLike) -> "CodeTable | None":
-        return CodeTable(self, table.shape[1], jnp.dtype(dtype).name) if len(table.shape) == 2 else None
+        return CodeTable(self, jnp.dtype(dtype).name, table.shape[1]) if len(table.shape) == 2 else None
 
     def panels(self, inputs: int) -> CodePanels:
         """Returns how matrices with so many inputs lie."""
@@ -94,7 +95,8 @@ class CpuGroups(FewBits):
             offsets="zeros" if stored.has_zeros else "mins" if stored.has_mins else "none",
             span=None if stored.span is None else math.gcd(stored.span, inputs),
             is_float4=code == FLOAT4,
-            by_row=stored.is_by_row and stored.rounds_tokens,
+            is_float8=code == E4M3,
+            by_row=stored.is_by_row and stored.rounds_tokens and code == INT8,
         )
 
     @property
@@ -130,9 +132,9 @@ class CpuGroups(FewBits):
         if ZEROS in parts:
             parts[ZEROS] = self._unsigned(parts[ZEROS])
         if MINS in parts:
-            parts[MINS] = parts[MINS].view(np.uint8)
+            parts[MINS] = parts[MINS].view(panels.held_mins)
         made |= {name: panels.packed_groups(part) for name, part in parts.items() if name != CODES}
-        return {name: jax.device_put(array, shardings[name]) for name, array in made.items()}
+        return {name: jax.device_put(_kept(array), shardings[name]) for name, array in made.items()}
 
     def _unsigned(self, codes: np.ndarray) -> np.ndarray:
         unsigned = codes.view(np.uint8)
@@ -143,6 +145,7 @@ class CpuGroups(FewBits):
         panels, stored = self.panels(inputs), self.stored
         group = panels.group
         codes = as_dtype(elements.codes, stored.code.dtype)
+        stored_mins = "uint8" if stored.span is not None else stored.scale_dtype
         scales = at_least(elements.scales, 2.0**-127) if stored.scale_dtype == "float8_e8m0fnu" else elements.scales
 
         def of_each(values: Fill) -> Fill:
@@ -179,7 +182,7 @@ class CpuGroups(FewBits):
         if stored.has_zeros:
             found[ZEROS] = in_groups(of_each(elements.zeros), "int16", packed=packed_zeros)
         if stored.has_mins:
-            found[MINS] = in_groups(of_each(elements.mins), "uint8")
+            found[MINS] = in_groups(as_dtype(of_each(elements.mins), stored_mins), panels.held_mins)
         if panels.span is not None:
             factors = {FACTORS: elements.factors} | ({MIN_FACTORS: elements.min_factors} if stored.has_mins else {})
             for name, values in factors.items():
@@ -207,7 +210,7 @@ class CpuGroups(FewBits):
         return integer_gated_matmul(x, matrices, index, gate=gating, **self._options(x))
 
     def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
-        y = integer_grouped_matmul(x, _stacks(experts), experts.index, starts, **self._options(x))
+        y = integer_grouped_matmul(x, stacks_of(experts), experts.index, starts, **self._options(x))
         return y.reshape(len(x), *self.outs[1:])
 
     def grouped_gated_product(
@@ -215,7 +218,9 @@ class CpuGroups(FewBits):
     ) -> jax.Array | None:
         if gating != "silu" and gating != "gelu_tanh":
             return None
-        return integer_grouped_gated_matmul(x, _stacks(experts), experts.index, starts, gate=gating, **self._options(x))
+        return integer_grouped_gated_matmul(
+            x, stacks_of(experts), experts.index, starts, gate=gating, **self._options(x)
+        )
 
     def _options(self, x: jax.Array) -> dict[str, Any]:
         return {"panels": self.panels(x.shape[1]), "outs": self.outs[-1], "chip": self.chip}
@@ -226,16 +231,20 @@ class CodeTable(FewBits):
     """A table [V, in] in the arrays of `CpuGroups`: rows are decoded when they are looked up. It may be the LM head.
 
     dtype: of rows that are looked up, which is that of the layers
+    inputs: the numbers of a row, which only the form of that table knows
     """
 
     groups: CpuGroups
-    inputs: int
     dtype: str
+    inputs: int = 0
+
+    def takes(self, matrix: ParamDecl) -> bool:
+        return isinstance(self.groups.of_matrix(matrix), CpuGroups)
 
     def of_matrix(self, matrix: ParamDecl) -> FewBits:
         groups = self.groups.of_matrix(matrix)
         assert isinstance(groups, CpuGroups), "the form was chosen for this table"
-        return replace(self, groups=groups)
+        return replace(self, groups=groups, inputs=matrix.shape[-1])
 
     def declare(self, matrix: ParamDecl) -> dict[str, ParamDecl]:
         return self.groups.declare(matrix)
@@ -258,7 +267,15 @@ class CodeTable(FewBits):
         return self.dtype
 
 
-def _stacks(experts: Experts) -> Sequence[Arrays]:
+def _kept(array: np.ndarray) -> np.ndarray:
+    """Returns a copy in memory that XLA uses in place."""
+    copy = kept_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def stacks_of(experts: Experts) -> Sequence[Arrays]:
+    """Returns the arrays of the experts of all layers, each of which has arrays of its own on a CPU."""
     assert isinstance(experts.first, int) and not experts.first, "on a CPU each layer has arrays of its own"
     return experts.stacks
 

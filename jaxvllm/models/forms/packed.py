@@ -15,7 +15,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Arrays, Experts, Form, Gating
 from jaxvllm.models.forms.plain import MATRIX
-from jaxvllm.models.tiling import aligned_zeros
+from jaxvllm.models.large_pages import kept_zeros
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.packed_matmul import Panels, pack_into, packed_matmul
 
@@ -56,7 +56,7 @@ class Packed(Form):
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         *parts, outs, ins = (*self._groups, *self._halves, self._size, self.shape[-1])
         rows = np.asarray(matrix).reshape(*parts, outs, ins)
-        panels = aligned_zeros((*parts, *self._panels.shape(outs, ins)), rows.dtype)  # XLA uses it without a copy
+        panels = kept_zeros((*parts, *self._panels.shape(outs, ins)), rows.dtype)  # XLA uses it without a copy
         if rows.nbytes < LEAST_BYTES:
             panels[...] = self._panels.packed(rows)
         else:

@@ -1,9 +1,11 @@
 """The calls that change a device, as values that can be sent to another process."""
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,8 +117,40 @@ class PlaceExperts:
 
 
 @dataclass(frozen=True)
+class ReadWeights:
+    """Replaces the weights by those of a directory, which each process reads on its host."""
+
+    packed: NDArray[np.int32]  # [words], made by `of`
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Packs the bytes of the path, filled up with zeros, which no path contains."""
+        name = os.fsencode(directory)
+        return cls(np.frombuffer(name + bytes(-len(name) % 4), "<i4"))
+
+    @property
+    def directory(self) -> Path:
+        return Path(os.fsdecode(self.packed.astype("<i4").tobytes().rstrip(b"\0")))
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
+
+
+@dataclass(frozen=True)
+class ReleasePages:
+    """Frees pages and state, until a `Reset`."""
+
+
+@dataclass(frozen=True)
+class ParkWeights:
+    """Moves the weights to the host's memory, until `UnparkWeights`."""
+
+
+@dataclass(frozen=True)
+class UnparkWeights:
+    """Brings the weights back to the devices."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +178,11 @@ type Call = (
     | ForkSlots
     | TakeLoads
     | PlaceExperts
+    | ReadWeights
     | Reset
+    | ReleasePages
+    | ParkWeights
+    | UnparkWeights
     | Close
 )
 type Message = Call | Abandon
@@ -171,6 +209,10 @@ _KINDS: tuple[type[Message], ...] = (
     FillSideRows,
     TakeLoads,
     PlaceExperts,
+    ReadWeights,
+    ReleasePages,
+    ParkWeights,
+    UnparkWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
@@ -183,6 +225,7 @@ def to_bytes(message: Message) -> bytes:
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
     sizes: tuple[int, ...] = (0,) * 7
     if bucket is not None:
+        assert not bucket.is_adapted, "there are no adapters where several processes have devices"
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
         sizes = (*of_bucket, bucket.is_blind, bucket.is_plain)
     shape = words.shape if words.ndim == 2 else (0, 0)

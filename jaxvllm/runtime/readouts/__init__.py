@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from jaxvllm.runtime.readouts.distributions import Distributions
 from jaxvllm.runtime.readouts.pooled import PooledVectors
 from jaxvllm.runtime.readouts.readout import DeviceReadout, Forwarded, ProgramMaker, ReadProgram
+from jaxvllm.runtime.readouts.routed import RoutedExperts
 from jaxvllm.runtime.readouts.wide_scores import WideScores
 
 # In the order of `core.readout.READOUTS`.
-DEVICE_READOUTS: tuple[DeviceReadout, ...] = (Distributions(), WideScores(), PooledVectors())
+DEVICE_READOUTS: tuple[DeviceReadout, ...] = (Distributions(), WideScores(), PooledVectors(), RoutedExperts())
 BY_NAME: Mapping[str, DeviceReadout] = {one.name: one for one in DEVICE_READOUTS}
 
 __all__ = ["BY_NAME", "DEVICE_READOUTS", "DeviceReadout", "Forwarded", "ProgramMaker", "ReadProgram"]

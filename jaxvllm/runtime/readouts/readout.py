@@ -31,6 +31,7 @@ class Forwarded:
 
     unsampled: Unsampled
     scores: PromptScores
+    head: Params  # what `project_logits` reads of the weights that computed it
     reports: dict[str, list[Any]] = field(default_factory=dict)  # by the name of the readout, one of each call
 
 
@@ -55,6 +56,9 @@ class ProgramMaker(Protocol):
 
     def hidden(self, count: int) -> Any:
         """Returns the shape of so many hidden states."""
+
+    def choices(self, count: int) -> Any:
+        """Returns the shape of the experts that so many tokens have chosen."""
 
     def unsampled(self, num_rows: int) -> Unsampled:
         """Returns the shapes of what a forward pass leaves of so many rows."""

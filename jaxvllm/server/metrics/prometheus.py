@@ -1,6 +1,7 @@
 """The metrics that Prometheus reads at /metrics: vLLM's metrics under vLLM's names, and some of our own."""
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -151,6 +152,7 @@ class EngineMetrics(Observer):
         self._requests = RequestHistograms()
         self._totals = EngineTotals()
         self._stats: EngineStats | None = None  # of the engine's present process
+        self._stats_at = 0.0  # when it came, in seconds since 1970
         self._facts: wire.EngineFacts | None = None
         self._steps = (
             Histogram("iteration_tokens_total", "Tokens of a step.", STEP_TOKENS),
@@ -176,7 +178,7 @@ class EngineMetrics(Observer):
 
     def on_pulse(self, pulse: wire.Pulse) -> None:
         """Implements `Observer.on_pulse`."""
-        self._stats = pulse.stats
+        self._stats, self._stats_at = pulse.stats, time.time()
         self._totals.update(pulse.stats)
         for step in pulse.steps:
             self._add_step(step)
@@ -216,6 +218,15 @@ class EngineMetrics(Observer):
             (str(position),): count for position, count in enumerate(self._totals.accepted_per_pos)
         }
         yield engine.counters(name, text, ("position",), by_position)
+        if stats is not None and stats.max_loras:
+            adapters = {
+                "max_lora": str(stats.max_loras),
+                "running_lora_adapters": ",".join(stats.running_adapters),
+                "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+            }
+            info = replace(engine, labels={**engine.labels, **adapters})
+            text = "The time of this state, in seconds since 1970: the adapters of running and of waiting requests."
+            yield info.gauge("lora_requests_info", text, self._stats_at)
         starts = self._num_starts_before + self._num_starts
         yield engine.counter("engine_starts", "Times that the engine's process was started.", starts)
         if self._facts is not None:

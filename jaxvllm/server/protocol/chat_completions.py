@@ -194,7 +194,7 @@ class ChatRequest(EngineFields, SamplingFields, CompletionFields):
         return super().chosen() | ({} if form is None else {"structured_outputs": form})
 
 
-type ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+type ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class FunctionCall(Reply):

@@ -455,7 +455,7 @@ def now() -> int:
     return int(time.time())
 
 
-type FinishReason = Literal["stop", "length", "repetition"]
+type FinishReason = Literal["stop", "length", "repetition", "abort"]
 # The names of functions and the most of them in one request.
 type FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 1024

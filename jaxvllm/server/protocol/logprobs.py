@@ -67,6 +67,21 @@ def chat_logprobs(completion: CompletionOutput, count: int, as_ids: bool) -> dic
     return {"content": content}
 
 
+def token_id_logprobs(completion: CompletionOutput, count: int) -> dict[str, Any] | None:
+    """Returns a `GenerateLogprobs`: each token, then itself and the `count` best. None if the request wants none."""
+    if completion.logprobs is None:
+        return None
+
+    def entry(one: int, ranked: Ranked) -> dict[str, Any]:
+        return {"token_id": one, "logprob": _finite(ranked[one]), "rank": ranked[one].rank}
+
+    content = []
+    for token_id, ranked in zip(completion.token_ids, completion.logprobs, strict=True):
+        shown = dict.fromkeys((token_id, *_best(ranked, count)))
+        content.append(entry(token_id, ranked) | {"top_logprobs": [entry(one, ranked) for one in shown]})
+    return {"content": content}
+
+
 def completion_logprobs(tokens: Sequence[Told], count: int, as_ids: bool, offset: int) -> dict[str, Any]:
     """Returns a `CompletionLogprobs` with the `count` best of each token, for text that begins at `offset`."""
     return {

@@ -66,6 +66,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
         body.request(name, prompt, params, beams, with_spans, body.explain)
         for name, prompt in zip(ids, prompts, strict=True)
     ]
+    asked = service.adapted(model, asked)
     exchange = _Exchange(service, body, model, asked, answer_id)
     with form_given_as(body.form_field):
         return await respond(request, service, asked, exchange.whole, exchange.events)

@@ -59,6 +59,7 @@ async def create(service: Service, body: EmbeddingRequest, request: Request) -> 
         )
         for name, prompt in zip(ids, prompts, strict=True)
     ]
+    asked = service.adapted(model, asked)
 
     def whole(outputs: list[RequestOutput]) -> dict[str, Any]:
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)

@@ -42,7 +42,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "jaxvllm"
     root: str
-    parent: str | None = None  # the model that an adapter belongs to; there are no adapters
+    parent: str | None = None  # the model that an adapter belongs to; None: it is the model itself
     max_model_len: int | None
     permission: list[ModelPermission]
 
@@ -70,7 +70,7 @@ class Version(BaseModel):
 class Sleep(BaseModel):
     """Whether the engine sleeps, which gateways for vLLM ask."""
 
-    is_sleeping: Literal[False] = False
+    is_sleeping: bool
 
 
 class Load(BaseModel):
@@ -89,10 +89,12 @@ def router(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         length = llm.reader.max_model_len if llm.is_known else None
+        is_adapter = service.adapters.get(name) is not None
         return ModelCard(
             id=name,
             created=service.created,
-            root=service.model_names[0],
+            root=name if is_adapter else service.model_names[0],  # and no path of this host
+            parent=service.model_names[0] if is_adapter else None,
             max_model_len=length,
             permission=[permission],
         )
@@ -105,13 +107,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models", tags=["OpenAI"], response_model=ModelList, responses=COMMON)
     async def list_models(request: Request) -> Any:
-        """Lists the names that `model` may have. All of them mean the same model.
+        """Lists the names that `model` may have: all names of the model, and then those of its adapters.
 
         With the header `anthropic-version`, the answer has the shape of Anthropic's API.
         """
+        names = (*service.model_names, *(one.lora_name for one in service.adapters))
         if ANTHROPIC not in request.headers:
-            return ModelList(data=[card(name) for name in service.model_names])
-        names = service.model_names
+            return ModelList(data=[card(name) for name in names])
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"data": [anthropic_card(name) for name in names]} | page)
 
@@ -162,8 +164,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/is_sleeping", tags=["Server"], responses=COMMON)
     async def is_sleeping() -> Sleep:
-        """Answers that the engine does not sleep: it never gives its memory back. Gateways for vLLM ask this."""
-        return Sleep()
+        """Answers whether the engines are paused or sleep, as `--dev-endpoints` allows. Gateways for vLLM ask this."""
+        return Sleep(is_sleeping=service.config.dev_endpoints and await llm.is_sleeping())
 
     @routes.get("/load", tags=["Server"], responses=COMMON)
     async def load() -> Load:

@@ -75,7 +75,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_limit(body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
-    asked = body.request(engine_id, prompt, service.with_marks(params, format))
+    [asked] = service.adapted(model, [body.request(engine_id, prompt, service.with_marks(params, format))])
     answer = Answer(format, service, asked.prompt, body.continued, body.shows_reasoning)
 
     exchange = _Exchange(body, answer, model, params, answer_id, conversation)
@@ -160,7 +160,7 @@ class _Exchange:
         num_prompt, num_cached = len(output.prompt_token_ids), output.num_cached_tokens
         ended = self._response(status) | {
             "completed_at": now() if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if completion.finish_reason == "length" else None,
             "output": self._items.items,
             "usage": responses_usage(num_prompt, num_tokens, num_cached, self._answer.num_reasoning_tokens),
         }
@@ -184,7 +184,7 @@ class _Exchange:
 
 
 def _status(completion: CompletionOutput) -> ItemStatus:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
+    return "incomplete" if completion.finish_reason in ("length", "abort") else "completed"
 
 
 def _text(service: Service, body: ResponsesRequest) -> str:

@@ -5,19 +5,24 @@ same place of the values of two neighbouring tokens. Sums are of float32. The pr
 that their sums stay in registers, and there is a function for each such number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llvmlite import ir
 
+from pallas_kernels.cpu.bytes import has_table_of_128
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
+from pallas_kernels.cpu.float8 import E4M3, halves_of_pairs, pairs_of_codes
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, transposed
 
 VECTORS = 4  # of tokens in a block, and of a head that are accumulated at a time
 FLOAT = 4  # bytes of a float32, and of a unit
 LINE = 64  # bytes of a line of a cache
+# Of 64 numbers, those that are pairs in two vectors of 16 pairs, so that the first halves of a vector's pairs follow
+# each other, and so do the second ones.
+_FAR_PAIRS = tuple([n + half for n in range(first, first + 16) for half in (0, 16)] for first in (0, 32))
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,9 @@ def _transpose(e: Emitter, operands: Operands) -> ir.Function:
     kv, ahead, out, D, W = t.arguments
     row = W * SIZE_OF[operands.kv_dtype]
     size = FLOAT if operands.in_pairs else SIZE_OF[operands.kv_dtype]
-    with t.loop(0, D, t.lanes) as d:
-        with _each_line(t, d * size, t.lanes * size):
+    widths = (VECTORS * t.lanes, t.lanes) if _has_tables(t, operands.kv_dtype) else (t.lanes,)
+    for width, d in t.groups(widths, (D + (t.lanes - 1)) // t.lanes * t.lanes):
+        with _each_line(t, d * size, width * size):
             # Pages are anywhere in memory: 64 rows of 192 tokens took 1.8 ms without this and 1.0 with it, and sixteen
             # of 256 0.30 with the first cache and 0.20 with the second (Zen 4, float32). These tokens' values are
             # wanted next, and the next block's keys are fetched while the values pass by: with all of it at once, a
@@ -89,14 +95,37 @@ def _transpose(e: Emitter, operands: Operands) -> ir.Function:
             for i in range(t.lanes):
                 t.prefetch(ahead + row * i + d * size, level=2)
                 t.prefetch(kv + row * (i + 1) + (d - D) * size, level=2)
-        if operands.in_pairs:
-            mask = first_lanes(D - d, t.lanes)
-            rows = [t.load(kv + row * i + d * size, mask=mask) for i in range(t.lanes)]
-        else:
-            rows = [t.load(kv + row * i + d * size, operands.kv_dtype) for i in range(t.lanes)]
-        for i, column in enumerate(transposed(rows)):
+        rows = [kv + row * i + d * size for i in range(t.lanes)]
+        for i, column in enumerate(_columns(t, rows, width, D - d, operands)):
             t.store(out + (d + i) * (VECTORS * t.lanes * FLOAT), column)
     return t.finish()
+
+
+def _columns(t: Emitter, rows: Sequence[Value], width: int, left: Value, operands: Operands) -> list[Value]:
+    """Returns as many columns as `width` of the keys at the addresses `rows`, of which so many units are `left`."""
+    if operands.in_pairs:
+        mask = first_lanes(left, t.lanes)
+        return transposed([t.load(row, mask=mask) for row in rows])
+    if width == t.lanes:
+        return transposed([t.load(row, operands.kv_dtype) for row in rows])
+    # Pairs are turned round as words, so that half as many are.
+    pairs = [pairs_of_codes(t, row, _FAR_PAIRS) for row in rows]
+    columns = []
+    for of_vector in zip(*pairs, strict=True):
+        halves = [halves_of_pairs(column) for column in transposed(of_vector)]
+        columns += [first for first, _ in halves] + [second for _, second in halves]
+    return columns
+
+
+def _loaded(t: Emitter, address: Value, count: int, dtype: str) -> list[Value]:
+    """Loads vectors of numbers that follow each other, as float32."""
+    if count == VECTORS and _has_tables(t, dtype):
+        return [half for pairs in pairs_of_codes(t, address, _FAR_PAIRS) for half in halves_of_pairs(pairs)]
+    return [t.load(address + i * t.lanes * SIZE_OF[dtype], dtype) for i in range(count)]
+
+
+def _has_tables(t: Emitter, dtype: str) -> bool:
+    return dtype == E4M3 and has_table_of_128(t.chip)
 
 
 def _pack(e: Emitter, dtype: str) -> ir.Function:
@@ -104,10 +133,13 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
     t = e.function("pack", 7)
     values, ahead, out, V, W, first, end = t.arguments
     size = SIZE_OF[dtype]
-    with t.loop(first, end) as token, t.loop(0, V, t.lanes) as d:
-        with _each_line(t, d * size, t.lanes * size):
-            t.prefetch(ahead + (token * W + d) * size, level=2)
-        t.store(out + (token * V + d) * FLOAT, t.load(values + (token * W + d) * size, dtype))
+    with t.loop(first, end) as token:
+        for width, d in t.groups((VECTORS * t.lanes, t.lanes), V):
+            for i in range(0, width, t.lanes):
+                with _each_line(t, (d + i) * size, t.lanes * size):
+                    t.prefetch(ahead + (token * W + d + i) * size, level=2)
+            for i, numbers in enumerate(_loaded(t, values + (token * W + d) * size, width // t.lanes, dtype)):
+                t.store(out + (token * V + d + i * t.lanes) * FLOAT, numbers)
     return t.finish()
 
 
@@ -185,7 +217,7 @@ def _values_in_pages(e: Emitter, count: int, dtype: str) -> ir.Function:
         at = {(m, i): out + (V * m + d + i * t.lanes) * FLOAT for m in range(count) for i in range(vectors)}
         sums = {place: t.variable(t.load(address)) for place, address in at.items()}
         with t.loop(first, end) as token:
-            v = [t.load(values + (token * W + d + i * t.lanes) * size, dtype) for i in range(vectors)]
+            v = _loaded(t, values + (token * W + d) * size, vectors, dtype)
             for i in range(0, vectors, max(LINE // (t.lanes * size), 1)):
                 t.prefetch(ahead + (token * W + d + i * t.lanes) * size, level=2)
             for m in range(count):

@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jaxvllm
@@ -26,6 +27,7 @@ REQUESTS = (
     ("Write the name", replace(GREEDY, logprobs=2, max_tokens=5)),
 )
 
+DEMO = Path(jaxvllm.__file__).parent / "assets" / "demo"
 MESHES = {"complete in stages": "2x1x2", "share experts": "2x2"}
 EXPERTS = "qwen2_moe"  # the fixture whose experts are shared
 SHARED_EXPERTS: dict[str, Any] = {
@@ -81,10 +83,12 @@ def complete_with_experts(llm: LLM) -> dict[str, Any]:
     alone = greedy_tokens(llm, fixture.prompts[:1])  # the other replica has nothing to do
     chosen = {layer: int((of_layer - loads[layer]).sum()) for layer, of_layer in llm.expert_loads().items()}
     again = greedy_tokens(llm, fixture.prompts)
+    llm.update_weights(llm.config.model)  # where experts are in their first slots
+    replaced = greedy_tokens(llm, fixture.prompts)
     twice = fixture.prompts[3:4] * 2  # each replica gets one of them
     scored = llm.generate(twice, replace(GREEDY, logprobs=2, prompt_logprobs=2), use_tqdm=False)
     return {
-        "greedy": [all_at_once, alone, again],
+        "greedy": [all_at_once, alone, again, replaced],
         "chosen": list(chosen.values()),
         "num_placements": llm.engine.stats().num_expert_placements - num_placements,
         "num_outputs": [replica.num_output_tokens for replica in llm.engine.replicas],
@@ -110,7 +114,26 @@ def interrupt(llm: LLM, seconds: float) -> bool:
     return False
 
 
-def main(scenario: str, index: int, coordinator: str, model: str = "demo") -> None:
+def replace_weights(llm: LLM, directory: Path) -> list[Any]:
+    """What a request says before, between and after updates, and why two of them fail."""
+
+    def say() -> list[list[list[int]]]:
+        return tokens(llm.generate([REQUESTS[0][0]], GREEDY, use_tqdm=False))
+
+    said, troubles = [say()], []
+    for source in (directory / "nowhere", llm.weights):
+        try:
+            llm.update_weights(source)
+        except (ValueError, NotImplementedError) as error:
+            troubles.append(str(error))
+    said.append(say())
+    for source in (directory, DEMO):
+        llm.update_weights(source)
+        said.append(say())
+    return [said, troubles]
+
+
+def main(scenario: str, index: int, coordinator: str, model: str = "demo", turned: str = "") -> None:
     mesh = MESHES.get(scenario, "1x4")
     mine = options(mesh, model=model, coordinator=coordinator, num_processes=2, process_id=index)
     if scenario == "share experts":
@@ -125,7 +148,7 @@ def main(scenario: str, index: int, coordinator: str, model: str = "demo") -> No
     if scenario.startswith("complete"):
         first = complete(llm)
         broken_off = sum(interrupt(llm, 0.013 * count) for count in range(1, 6))
-        print(json.dumps([first, broken_off, tokens(llm.generate([REQUESTS[0][0]], GREEDY, use_tqdm=False))]))
+        print(json.dumps([first, broken_off, *replace_weights(llm, Path(turned))]))
     if scenario == "share experts":
         print(json.dumps(complete_with_experts(llm)))
     while scenario == "endless":

@@ -37,6 +37,7 @@ from jaxvllm.runtime.multihost.calls import (
     Message,
     PlaceExperts,
     Read,
+    ReadWeights,
     Recall,
     Recount,
     Reset,
@@ -49,6 +50,7 @@ from jaxvllm.runtime.multihost.calls import (
 )
 from jaxvllm.runtime.multihost.follower import Follower
 from jaxvllm.runtime.multihost.leader import Leader
+from jaxvllm.runtime.multihost.shared_reader import SharedReader
 from sharding.hosts import Hosts
 from tests.runtime.multihost import hosts_program
 from tests.waiting import PATIENCE, wait_until
@@ -74,6 +76,7 @@ CALLS: tuple[Call, ...] = (
     FillSideRows(np.arange(-6, 0, dtype=np.int32).reshape(2, 3)),
     TakeLoads(),
     PlaceExperts(np.array([2, 0, -1, 1], np.int32), layer=60),
+    ReadWeights.of(Path("/weights/é of a step")),
     Reset(),
     Close(),
 )
@@ -90,6 +93,7 @@ WITH_WORDS = (
     | ForkSlots
     | FillSideRows
     | PlaceExperts
+    | ReadWeights
 )
 
 
@@ -113,6 +117,30 @@ def test_what_is_told_is_what_is_heard() -> None:
     assert all(same(read_message(wire), call) for call in CALLS)
     assert read_message(wire) == Abandon()
     assert read_message(wire) is None
+
+
+@pytest.mark.parametrize("name", ["a", "/abc", "/weights/é of a step", "/not \udcff utf-8"])
+def test_the_path_of_new_weights_is_the_same_everywhere(name: str) -> None:
+    heard = read_message(io.BytesIO(to_bytes(ReadWeights.of(Path(name)))))
+    assert isinstance(heard, ReadWeights) and heard.directory == Path(name)
+
+
+@pytest.mark.parametrize("trouble", [None, OSError("no such directory"), MemoryError()])
+def test_weights_are_read_by_all_processes_or_by_none(trouble: Exception | None) -> None:
+    def read(directory: Path) -> dict[str, Any]:
+        if trouble is not None:
+            raise trouble
+        return {"norm": directory}
+
+    for told in ("", "process 1 of 2: it is damaged"):
+        hosts = Mock(Hosts, share=lambda text, seconds, told=told: (text, told), __str__=lambda self: "process 0 of 2")
+        reader = SharedReader(hosts, read)
+        if trouble is None and not told:
+            assert reader(Path("new")) == {"norm": Path("new")}
+            continue
+        why = told if trouble is None else f"process 0 of 2: {str(trouble) or 'MemoryError'}"
+        with pytest.raises(ValueError, match=why):
+            reader(Path("new"))
 
 
 def test_half_a_call_is_none() -> None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401  # NumPy has no bfloat16 without it
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxvllm import LLM
 from tests.models.fixture import Fixture
@@ -76,17 +78,22 @@ def alone() -> list[list[list[int]]]:
 
 @pytest.mark.slow  # two processes start jax and compile
 @pytest.mark.parametrize("scenario", ["complete", "complete in stages"])
-def test_two_processes_complete_as_one(scenario: str) -> None:
-    with two_processes(scenario) as both:
+def test_two_processes_complete_as_one(scenario: str, tmp_path: Path) -> None:
+    tensors = load_file(hosts_program.DEMO / "model.safetensors")
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
+    save_file(tensors, tmp_path / "model.safetensors")
+    with two_processes(scenario, "demo", str(tmp_path)) as both:
         expected = alone()
         leads, follows = both.wait()
     assert leads[0] == 0, leads[2]
     assert follows[0] == 0, follows[2]
-    completed, broken_off, after = json.loads(leads[1].splitlines()[-1])
+    completed, broken_off, said, troubles = json.loads(leads[1].splitlines()[-1])
     assert completed == expected
     assert len(expected) == len(hosts_program.REQUESTS) + 1  # one was aborted
     assert broken_off > 0
-    assert after == expected[:1]
+    assert [said[0], said[1], said[3]] == [expected[:1]] * 3 and said[2] != expected[:1]
+    assert "process 0 of 2" in troubles[0] and "nowhere" in troubles[0]
+    assert "replaced by those of a directory" in troubles[1]
     assert "process 1 of 2 follows process 0" in follows[2]
 
 
@@ -98,7 +105,7 @@ def test_replicas_in_two_processes_share_experts_that_move(tmp_path: Path) -> No
     assert leads[0] == 0, leads[2]
     assert follows[0] == 0, follows[2]
     found = json.loads(leads[1].splitlines()[-1])
-    assert found["greedy"] == [fixture.greedy, fixture.greedy[:1], fixture.greedy]
+    assert found["greedy"] == [fixture.greedy, fixture.greedy[:1], fixture.greedy, fixture.greedy]
     assert found["num_placements"] > 0
     assert min(found["num_outputs"]) > 0
     num_computed = len(fixture.prompts[0]) + len(fixture.greedy[0]) - 1

@@ -82,7 +82,7 @@ def output(*parts: CompletionOutput, finished: bool = False, name: str = "one") 
 def everything(metrics: Metrics) -> None:
     """Makes every metric have samples."""
     metrics.of_engine(0).on_start(1, FACTS)
-    metrics.of_engine(0).on_pulse(wire.Pulse(IDLE, [STEP]))
+    metrics.of_engine(0).on_pulse(wire.Pulse(replace(IDLE, max_loras=1), [STEP]))
     metrics.of_engine(0).on_output(output(part(3, "stop"), finished=True), FINAL_ONLY)
     metrics.on_http("/v1/models", 200)
 
@@ -321,6 +321,14 @@ def test_gauges_are_of_now(metrics: Metrics) -> None:
     assert value(metrics, "num_requests_running") == 0
     assert value(metrics, "kv_cache_usage_perc") == 0
     assert value(metrics, "engine_starts_total") == 2
+
+
+def test_adapters_are_labels_of_the_time(metrics: Metrics) -> None:
+    assert "jaxvllm:lora_requests_info" not in {name for name, _ in samples(metrics)}
+    stats = replace(IDLE, max_loras=2, running_adapters=("a", "b"), waiting_adapters=("c",))
+    metrics.of_engine(0).on_pulse(wire.Pulse(stats, []))
+    labels = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert value(metrics, "lora_requests_info", **labels) > 1e9, "gateways take the newest"
 
 
 def test_steps(metrics: Metrics) -> None:

@@ -1,0 +1,106 @@
+"""Adapters of low rank (LoRA, arXiv 2106.09685) on the host: what a request names, what was read, and who has room.
+
+The devices have room for a few adapters at once, `max_loras`, in numbered slots. A place is in one of three states:
+
+    held      requests that run use its adapter
+    kept      no request uses it, but its adapter is there: a later request may find it (LRU order)
+    free      it has no adapter
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# The slot of a request without an adapter. Adapters are in slots 1 to `max_loras`.
+NO_ADAPTER = 0
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter that a request wants, with vLLM's names. An id stands for one adapter as long as an engine lives."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str  # of a directory in PEFT's format
+
+    def __post_init__(self) -> None:
+        for name, value in (("lora_name", self.lora_name), ("lora_path", self.lora_path)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be a string that is not empty, not {value!r}")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id must be an integer from 1 on, not {self.lora_int_id!r}")
+
+
+@dataclass(frozen=True, eq=False)
+class LoraAdapter:
+    """An adapter that was read and checked, as the devices want it."""
+
+    name: str
+    # Of all that was read. Two adapters with equal digests compute alike, and one that was changed on disk has another.
+    digest: bytes
+    arrays: Any  # a tree of arrays of NumPy
+
+    def salt(self, given: str | None) -> str:
+        """Returns the salt of prompts whose keys and values it changes, which have the salt `given`."""
+        return f"lora:{self.digest.hex()}:{given or ''}"
+
+
+def salt_without_adapter(given: str | None) -> str | None:
+    """Returns the salt of a prompt without an adapter: one that no caller can make equal to that of an adapter."""
+    return None if given is None else f"base:{given}"
+
+
+class LoraSlots:
+    """Hands out the slots of adapters to requests. It holds no weights: the device has them."""
+
+    def __init__(self, num_slots: int):
+        self.num_slots = num_slots
+        # By digest. Of those that no request uses, the one that has been of no use for longest comes first.
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(num_slots, 0, -1))
+        self._held: dict[str, LoraAdapter] = {}  # by request id
+
+    @property
+    def held(self) -> Mapping[str, LoraAdapter]:
+        """The adapters of running requests, by their ids."""
+        return self._held
+
+    def can_take(self, adapter: LoraAdapter | None) -> bool:
+        """Returns whether a request with this adapter could run now."""
+        if adapter is None or adapter.digest in self._slots or self._free:
+            return True
+        return len(self._in_use()) < self.num_slots
+
+    def take(self, request_id: str, adapter: LoraAdapter) -> tuple[int, bool]:
+        """Lets a request use its adapter until `release`: returns its slot, and whether it has to be brought there.
+
+        There is room: `can_take` saw to it.
+        """
+        assert request_id not in self._held, "a request takes its adapter once"
+        is_new = adapter.digest not in self._slots
+        if is_new:
+            if not self._free:
+                in_use = self._in_use()
+                oldest = next(digest for digest in self._slots if digest not in in_use)
+                self._free.append(self._slots.pop(oldest))
+            self._slots[adapter.digest] = self._free.pop()
+        self._held[request_id] = adapter
+        return self._slots[adapter.digest], is_new
+
+    def release(self, request_id: str) -> None:
+        """Ends what a request uses, if it uses anything.
+
+        Steps that were dispatched read the adapter before another one comes into its slot.
+        """
+        adapter = self._held.pop(request_id, None)
+        if adapter is not None:
+            self._slots.move_to_end(adapter.digest)
+
+    def _in_use(self) -> set[bytes]:
+        return {adapter.digest for adapter in self._held.values()}
+
+    def check_invariants(self) -> None:
+        """Asserts that every slot is in one place. For tests."""
+        assert sorted([*self._free, *self._slots.values()]) == list(range(1, self.num_slots + 1)), "a slot leaked"
+        assert self._in_use() <= self._slots.keys(), "a request uses an adapter that is nowhere"

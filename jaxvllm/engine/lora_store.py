@@ -1,0 +1,52 @@
+"""`LoraStore`: the adapters in host memory, from which they come to the devices."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.lora import LoraAdapter, LoRARequest
+
+
+class LoraStore:
+    """Keeps the `num_kept` adapters that were asked for last. A request that is under way keeps its own as well."""
+
+    def __init__(self, read: Callable[[Path, str], LoraAdapter], num_kept: int):
+        """Begins without adapters. `read` reads that of a directory, and gives it a name; a wrong one is a ValueError."""
+        self._read = read
+        self._num_kept = num_kept
+        self._requests: dict[int, LoRARequest] = {}  # the first with each id
+        self._kept: OrderedDict[int, LoraAdapter] = OrderedDict()  # by id, least recently used first
+
+    def get(self, request: LoRARequest) -> LoraAdapter:
+        """Returns the adapter of `request`, which is read where it is not kept.
+
+        Raises ValueError for one that cannot be read, and for an id that stands for another adapter. Then nothing has
+        changed.
+        """
+        known = self._requests.get(request.lora_int_id, request)
+        if known != request:
+            raise ParameterError(
+                f"lora_int_id {request.lora_int_id} is that of {known.lora_name!r}, from {known.lora_path}: "
+                "give another",
+                "lora_request",
+            )
+        adapter = self._kept.get(request.lora_int_id)
+        if adapter is None:
+            try:
+                adapter = self._read(Path(request.lora_path), request.lora_name)
+            except (ValueError, NotImplementedError, OSError) as error:
+                # The client of a server knows the name and not the path.
+                text = str(error).replace(request.lora_path, request.lora_name)
+                raise ParameterError(f"the adapter {request.lora_name!r}: {text}", "lora_request") from error
+        self._requests[request.lora_int_id] = request
+        self._kept[request.lora_int_id] = adapter
+        self._kept.move_to_end(request.lora_int_id)
+        while len(self._kept) > self._num_kept:
+            self._kept.popitem(last=False)
+        return adapter
+
+    def forget(self, number: int) -> None:
+        """Forgets the adapter with this id, if there is one, and whose id it was."""
+        self._requests.pop(number, None)
+        self._kept.pop(number, None)

@@ -1,0 +1,100 @@
+"""`LayerLora`: what the adapters of low rank of a layer's matrices are on the devices, and how they are used.
+
+An adapter adds (x A^T) B^T to the product of a matrix with the tokens x that have this adapter (LoRA, arXiv
+2106.09685). The matrix itself stays in any form, so quantized bases need nothing of their own. Where one matrix of ours
+is several of a checkpoint, each of these has its part of the rank: A has their rows one after the other, and B is zero
+where it would mix them. Smaller ranks are filled up with zeros, and so are matrices that an adapter leaves alone, which
+is why an adapter comes and goes without anything being compiled.
+
+There are two ways. By groups: tokens are sorted by their adapters, and each adapter multiplies its own. CPUs take it,
+because nothing is read of adapters that no token has, and a token's bits do not depend on the slot. Masked: all tokens
+are multiplied by the adapters of all slots, and what is not theirs is set to zero in between. Accelerators take it: up
+to some 16 slots that costs v6e 21k cycles where gathering each token's matrices takes 242k.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.ops import Adapted
+from jaxvllm.models.token_adapters import TokenAdapters
+
+# The names of the arrays begin so, and end with that of the matrix.
+DOWN, UP = "lora_a_", "lora_b_"
+# The place of these arrays in the tree of parameters, beside `layers` and in the same layout.
+LORA = "lora"
+# The ranks of a matrix's parts together are a multiple of this: the kernels for CPUs compute so many at once.
+_LANES = 16
+
+
+@dataclass(frozen=True)
+class LayerLora:
+    """The room of a layer for adapters: `num_slots` of them, of up to `rank` in each part of a matrix."""
+
+    num_slots: int
+    rank: int
+    parts: tuple[tuple[str, int], ...]  # the matrices that adapters may change, and how many parts each has
+    by_group: bool  # which of the two ways
+
+    def width(self, count: int) -> int:
+        """Returns the rank of a matrix with so many parts."""
+        return -(-count * self.rank // _LANES) * _LANES
+
+    def declare_one(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
+        """Returns the arrays of one adapter, of a layer with these matrices: A [W, in] and B [.., W]."""
+        decls = {}
+        for name, count in self.parts:
+            decl, width = matrices[name], self.width(count)
+            *rows, size = decl.shape
+            *axes, contracted = decl.axes
+            of_columns = decl.heads if contracted == "heads" else None
+            of_rows = decl.heads if "kv_heads" in axes else None
+            decls[DOWN + name] = ParamDecl((width, size), (None, contracted), "zeros", heads=of_columns)
+            decls[UP + name] = ParamDecl((*rows, width), (*axes, None), "zeros", heads=of_rows)
+        return decls
+
+    def declare(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
+        """Returns the arrays of all slots."""
+        return {name: self._in_slots(name, decl) for name, decl in self.declare_one(matrices).items()}
+
+    def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
+        if self.by_group:
+            return replace(
+                one, shape=(self.num_slots, *one.shape), axes=(None, *one.axes), storage="experts", heads=None
+            )
+        shape = list(one.shape)
+        shape[self.slot_axis(name)] *= self.num_slots
+        return replace(one, shape=tuple(shape), storage="matrix", heads=None)
+
+    def slot_axis(self, name: str) -> int:
+        """Returns the axis of slots in the arrays of that name, or its place counted from the end."""
+        if self.by_group:
+            return 0
+        return -2 if name.startswith(DOWN) else -1
+
+    def bound(self, weights: Mapping[str, Any], tokens: TokenAdapters) -> dict[str, Any]:
+        """Returns the arrays of a layer whose matrices add what the adapters of `tokens` add."""
+        adapted = {
+            name: Adapted(weights[name], weights[DOWN + name], weights[UP + name], tokens, self.by_group)
+            for name, _ in self.parts
+        }
+        return {**weights, **adapted}
+
+
+def layers_with_lora(params: Mapping[str, Any]) -> Any:
+    """Returns the arrays of all layers, with those of adapters where there are any."""
+    layers, own = params["layers"], params.get(LORA)
+    if own is None:
+        return layers
+    if isinstance(layers, dict):
+        return layers | own
+    return [mine | more for mine, more in zip(layers, own, strict=True)]
+
+
+def filled(slots: jax.Array, one: jax.Array, number: jax.Array, axis: int) -> jax.Array:
+    """Returns the array of all slots with that of one adapter in slot `number`, i32, counted from 1."""
+    size = one.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(slots, one, (number - 1) * size, axis)

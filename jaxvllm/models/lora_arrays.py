@@ -1,0 +1,222 @@
+"""`LoraArrays`: the arrays of adapters, of a model on its devices: all of them empty, or those of one that was read."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.families.family import Family
+from jaxvllm.models.forms.choice import Forms
+from jaxvllm.models.forms.cpu_kernel import OnCpu
+from jaxvllm.models.forms.form import Form
+from jaxvllm.models.forms.plain import MATRIX
+from jaxvllm.models.lora import DOWN, UP, LayerLora
+from jaxvllm.models.params import Layout, Params, StackLayers, build
+from jaxvllm.models.peft import LowRank
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.spread import Spread
+from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
+from jaxvllm.models.weight_names import Source
+from sharding.placement import place
+
+_ENDING = ".weight"
+# The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
+_LEAST_ROWS = 4
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """A linear module of a checkpoint, and the part of one of our matrices that it is."""
+
+    layer: int
+    matrix: str
+    part: int  # its number among the modules of the matrix
+    in_size: int
+    out_size: int
+    sources: tuple[Source, ...]  # of the matrix, those that are rows of this module
+
+    def rows(self, up: np.ndarray, to: np.ndarray) -> None:
+        """Puts B [out, W] of the module where its rows are in B [.., W] of the matrix."""
+        width = up.shape[1]
+        for source in self.sources:
+            own = replace(source, shape=up.shape, view=(*source.view[:-1], width), is_turned=False)
+            box = tuple(slice(at, at + size) for at, size in zip(source.at[:-1], source.view[:-1], strict=True))
+            to[box] += own.part_of(up)
+
+
+def lora_modules(spec: ModelSpec, family: Family) -> dict[str, LoraModule]:
+    """Returns the modules that adapters may change, by the names that they have in checkpoints of the family."""
+    found: dict[str, LoraModule] = {}
+    for prefix in dict.fromkeys((*family.prefixes, "")):
+        for number, layer in enumerate(spec.layers):
+            sources = family.layer_sources(spec, number, family.names.layer_prefix(prefix, number))
+            for matrix, decl in layer.matrices.items():
+                found |= _modules_of(number, matrix, decl, sources.get(matrix, ()))
+    return found
+
+
+def _modules_of(layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Source]) -> dict[str, LoraModule]:
+    """Returns the modules of a matrix, or none where it is something else than whole rows of such modules."""
+    size = decl.shape[-1]
+    are_rows = (
+        source.name.endswith(_ENDING)
+        and len(source.shape) == 2
+        and isinstance(source.rows, slice)
+        and source.view[-1] == size == source.shape[0 if source.is_turned else 1]
+        for source in sources
+    )
+    if not sources or not all(are_rows) or decl.shape[-2] < _LEAST_ROWS:
+        return {}
+    modules = {}
+    for part, name in enumerate(dict.fromkeys(source.name for source in sources)):
+        own = tuple(source for source in sources if source.name == name)
+        out_size = own[0].shape[1 if own[0].is_turned else 0]
+        modules[name.removesuffix(_ENDING)] = LoraModule(layer, matrix, part, size, out_size, own)
+    return modules
+
+
+def with_lora(
+    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, by_group: bool
+) -> ModelSpec:
+    """Returns the spec with room for `num_slots` adapters of up to `rank`."""
+    counts: list[dict[str, int]] = [{} for _ in spec.layers]
+    for module in modules.values():
+        of_layer = counts[module.layer]
+        of_layer[module.matrix] = max(of_layer.get(module.matrix, 0), module.part + 1)
+    layers = (
+        replace(layer, lora=LayerLora(num_slots, rank, tuple(count.items()), by_group) if count else None)
+        for layer, count in zip(spec.layers, counts, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+@dataclass(frozen=True, eq=False)
+class LoraArrays:
+    """Makes the arrays of adapters for one model, on meshes of `size` devices, in one layout and dtype."""
+
+    spec: ModelSpec  # with room for adapters
+    modules: Mapping[str, LoraModule]
+    size: int
+    layout: Layout
+    dtype: np.dtype
+    form: Form
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        family: Family,
+        size: int,
+        layout: Layout,
+        dtype: DTypeLike,
+        forms: Forms,
+        *,
+        num_slots: int,
+        rank: int,
+    ) -> Self:
+        """Makes room in `spec`. Raises NotImplementedError for a model none of whose matrices can be adapted."""
+        modules = lora_modules(spec, family)
+        if not modules:
+            raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
+        by_group = layout == "separate" and isinstance(forms.table, OnCpu)
+        served = with_lora(spec, modules, num_slots, rank, by_group)
+        return cls(served, modules, size, layout, jnp.dtype(dtype), forms.table)
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that an adapter may have."""
+        return max(layer.lora.rank for layer in self.spec.layers if layer.lora is not None)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """The sizes of the modules that may be adapted, (in, out), by their names."""
+        return {name: (module.in_size, module.out_size) for name, module in self.modules.items()}
+
+    def empty(self, mesh: Mesh) -> Any:
+        """Returns the arrays of all slots on `mesh`, which have no adapter yet."""
+        sharding = place(mesh)
+
+        def zeros(decl: ParamDecl) -> jax.Array:
+            made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding(decl.axes))
+            array: jax.Array = made(decl.shape, self.dtype)
+            return array
+
+        return self._tree(self.spec, lambda name, decl, layers: zeros(self._whole(decl, layers)))
+
+    def of_adapter(self, adapter: Mapping[str, LowRank]) -> Any:
+        """Returns the arrays of an adapter, by the names of its modules, on the host."""
+        by_layer: dict[tuple[int, str], list[tuple[LoraModule, LowRank]]] = {}
+        for name, matrices in adapter.items():
+            module = self.modules[name]
+            by_layer.setdefault((module.layer, module.matrix), []).append((module, matrices))
+        whole = Spread(self._one_slot, self.size).whole
+
+        def array(name: str, decl: ParamDecl, layers: Sequence[int]) -> np.ndarray:
+            each = [self._filled(name, layer, by_layer, whole).reshape(decl.shape) for layer in layers]
+            return np.stack(each) if self.layout == "stacked" else each[0]
+
+        return self._tree(self._one_slot, array)
+
+    def _filled(
+        self,
+        name: str,
+        layer: int,
+        adapters: Mapping[tuple[int, str], Sequence[tuple[LoraModule, LowRank]]],
+        whole: ModelSpec,
+    ) -> np.ndarray:
+        """Returns one array of a layer, with heads as the devices have them."""
+        kind = next(kind for kind in (DOWN, UP) if name.startswith(kind))
+        block = self._one_slot.layers[layer]
+        lora = block.lora
+        assert lora is not None
+        decl = lora.declare_one(block.matrices)[name]
+        values = np.zeros(decl.shape, np.float32)
+        for module, matrices in adapters.get((layer, name.removeprefix(kind)), ()):
+            first = module.part * lora.rank
+            own = slice(first, first + matrices.rank)
+            if kind == DOWN:
+                values[own] = matrices.down
+            else:
+                up = np.zeros((module.out_size, decl.shape[-1]), np.float32)
+                up[:, own] = matrices.up
+                module.rows(up, values)
+        spread_out = lora.declare_one(whole.layers[layer].matrices)[name]
+        out = np.zeros(spread_out.shape, self.dtype)
+        boxes = spread_boxes(decl, spread_out)
+        tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
+        return out
+
+    @cached_property
+    def _one_slot(self) -> ModelSpec:
+        """The spec with room for one adapter."""
+        layers = (
+            layer if layer.lora is None else replace(layer, lora=replace(layer.lora, num_slots=1))
+            for layer in self.spec.layers
+        )
+        return replace(self.spec, layers=tuple(layers))
+
+    def _whole(self, decl: ParamDecl, layers: Sequence[int]) -> ParamDecl:
+        return decl.stacked(len(layers)) if self.layout == "stacked" else decl
+
+    def _tree(self, spec: ModelSpec, array: Callable[[str, ParamDecl, Sequence[int]], Any]) -> Any:
+        """Returns `array(name, declaration, layers)` of all arrays of adapters, in the layout of the model's layers."""
+
+        def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+            if layers is None or not name.startswith((DOWN, UP)):
+                return None
+            [of_stage] = layers
+            return self.form.wrapped({MATRIX: array(name, decl, of_stage)})
+
+        layers = build(Spread(spec, self.size), self.layout, leaf)["layers"]
+        return _without_others(layers) if isinstance(layers, dict) else [*map(_without_others, layers)]
+
+
+def _without_others(arrays: Params) -> Params:
+    return {name: array for name, array in arrays.items() if array is not None}

@@ -1,0 +1,54 @@
+"""The API of products with matrices of FP8: checks arguments and calls the kernel."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.handlers import Handler
+from pallas_kernels.integer_matmul.api import Arrays, checked_dtype, flat_arrays, without_padding
+from pallas_kernels.integer_matmul.code_panels import CodePanels
+from pallas_kernels.small_matmul.api import Gate
+
+
+def float8_matmul(
+    x: jax.Array,
+    matrices: Sequence[Arrays],
+    index: jax.Array | int,
+    *,
+    panels: CodePanels,
+    outs: int,
+    starts: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+    gate: Gate | None = None,
+    chip: CpuChip,
+) -> jax.Array:
+    """Multiplies x [T, in] by matrix number `index`, [.., outs, in] each, in panels of FP8: [T, .. * outs] in `dtype`.
+
+    starts  # i32[G + 1]: each row has a matrix of its own, of [G, .., outs, in]. Rows starts[g] to starts[g + 1] are
+    those of group g; the rest of the result is arbitrary
+    gate: the matrices are [.., 2, outs, in], of the halves a and b, and the result is gate(x a) * (x b), [T, outs],
+    which is rounded once
+
+    Nothing is rounded before it is multiplied. Sums are in float32: those of a group of inputs in one order, then over
+    groups. Each row of the result has the same bits whatever other rows there are. The arrays are read where they are,
+    whichever matrix is chosen, and those of groups without rows are not read.
+
+    Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
+    """
+    # Imported here: only where it runs must llvmlite be installed.
+    from pallas_kernels.float8_matmul.kernel import multiply_by_float8
+    from pallas_kernels.packed_matmul.kernel import NO_GATE
+
+    assert panels.is_float8, panels
+    out_dtype = checked_dtype(x, matrices, panels, dtype, gate, starts)
+    rows_of, of_groups = ("whole", []) if starts is None else ("groups", [starts])
+    handler = Handler(multiply_by_float8, (x.dtype.name, out_dtype, gate or NO_GATE, rows_of, panels), chip)
+    flat = [flat_arrays(panels, arrays) for arrays in matrices]
+    parts = (1 if starts is None else len(starts) - 1) * (1 if gate is None else 2)
+    out = jax.ShapeDtypeStruct((len(x), len(flat[0][0]) // parts * panels.columns), out_dtype)
+    arrays = [array for matrix in flat for array in matrix]
+    y: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *of_groups, *arrays)
+    return without_padding(y, panels, outs)

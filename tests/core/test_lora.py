@@ -1,0 +1,124 @@
+"""Slots of adapters against plain lists, and a scheduler whose requests wait for them."""
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxvllm.core.kv_cache import GroupSize, KVCache
+from jaxvllm.core.lora import NO_ADAPTER, LoraAdapter, LoRARequest, LoraSlots, salt_without_adapter
+from jaxvllm.core.policy import POLICIES
+from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
+from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.core.scheduler import Scheduler
+from jaxvllm.core.slots import SlotTable
+from jaxvllm.core.step_plan import StepPlan
+
+NUM_SLOTS = 2
+ADAPTERS = [LoraAdapter(name, name.encode(), None) for name in "abcde"]
+
+
+@dataclass
+class NaiveSlots:
+    """What the device would have in each slot, and how long each of these has been of no use."""
+
+    contents: dict[int, LoraAdapter] = field(default_factory=dict)
+    held: dict[str, LoraAdapter] = field(default_factory=dict)
+    unused: list[LoraAdapter] = field(default_factory=list)  # the longest first
+
+    def has_room(self, adapter: LoraAdapter) -> bool:
+        return len({*self.held.values(), adapter}) <= NUM_SLOTS
+
+    def expected(self, adapter: LoraAdapter) -> int | None:
+        """The slot that it must get, or None where any free one will do."""
+        found = [slot for slot, one in self.contents.items() if one is adapter]
+        if found or len(self.contents) < NUM_SLOTS:
+            return found[0] if found else None
+        return next(slot for slot, one in self.contents.items() if one is self.unused[0])
+
+
+@given(st.lists(st.tuples(st.sampled_from("123"), st.sampled_from([None, *ADAPTERS])), max_size=40))
+def test_requests_find_their_adapters(actions: list[tuple[str, LoraAdapter | None]]) -> None:
+    slots, naive = LoraSlots(NUM_SLOTS), NaiveSlots()
+    for request_id, adapter in actions:
+        if adapter is None or request_id in naive.held:
+            slots.release(request_id)
+            gone = naive.held.pop(request_id, None)
+            if gone is not None and gone not in naive.held.values():
+                naive.unused.append(gone)
+        else:
+            assert slots.can_take(adapter) == naive.has_room(adapter)
+            if not naive.has_room(adapter):
+                continue
+            expected, was_there = naive.expected(adapter), adapter in naive.contents.values()
+            slot, is_new = slots.take(request_id, adapter)
+            assert is_new != was_there and slot in range(1, NUM_SLOTS + 1)
+            assert slot == expected if expected is not None else slot not in naive.contents
+            if (before := naive.contents.get(slot)) is not None and before is not adapter:
+                naive.unused.remove(before)
+            naive.contents[slot] = adapter
+            naive.held[request_id] = adapter
+            naive.unused = [one for one in naive.unused if one is not adapter]
+        assert slots.held == naive.held
+        slots.check_invariants()
+
+
+def scheduler(num_slots: int) -> Scheduler:
+    cache = KVCache([GroupSize(64)], num_slots=4, max_model_len=32, page_size=4, max_chunk=16)
+    return Scheduler(SlotTable(4, 32), cache, POLICIES["v1"], 16, lora_slots=LoraSlots(num_slots))
+
+
+def request(name: str, adapter: LoraAdapter | None, arrival: int) -> Request:
+    asked = GenerationRequest(name, Prompt(None, np.array([1, 2, 3], np.int32)), SamplingParams(max_tokens=2))
+    return Request(asked, 0, (), 5, QueueKey(0, arrival), adapter=adapter)
+
+
+def brought(plan: StepPlan | None) -> dict[str, tuple[int, bool]]:
+    assert plan is not None
+    return {one.request.request_id: (one.adapter_slot, one.brings_adapter) for one in plan.admissions}
+
+
+def test_a_request_waits_for_a_slot_of_its_adapter_and_those_after_it_do_not() -> None:
+    of = scheduler(num_slots=1)
+    a, b, _, _, _ = ADAPTERS
+    for number, (name, adapter) in enumerate((("1", a), ("2", b), ("3", a), ("4", None))):
+        of.add(request(name, adapter, number))
+    plan = of.schedule()
+    assert brought(plan) == {"1": (1, True), "3": (1, False), "4": (NO_ADAPTER, False)}
+    assert plan is not None and plan.has_adapters
+    of.check_invariants()
+    of.finish("1")
+    assert of.schedule() is not None and of.num_waiting == 1, "the other one still uses it"
+    of.finish("3")
+    plan = of.schedule()
+    assert brought(plan) == {"2": (1, True)}
+    of.preempt_all()
+    of.check_invariants()
+    assert not of.lora_slots.held
+    of.finish("2")
+    plan = of.schedule()
+    assert plan is not None and not plan.has_adapters
+
+
+def test_prompts_share_pages_only_with_those_of_the_same_weights() -> None:
+    one, other = LoraAdapter("one", b"1" * 32, None), LoraAdapter("one", b"2" * 32, None)
+    salts = [one.salt(None), other.salt(None), one.salt("mine"), salt_without_adapter("mine")]
+    # A caller who knows the digest gains nothing.
+    salts += [salt_without_adapter(one.salt(None)), salt_without_adapter(None)]
+    assert len(set(salts)) == len(salts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("", 1, "/a"), "lora_name"),
+        (("a", 0, "/a"), "lora_int_id"),
+        (("a", True, "/a"), "lora_int_id"),
+        (("a", 1, ""), "lora_path"),
+    ],
+)
+def test_wrong_requests(wrong: tuple[str, int, str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        LoRARequest(*wrong)

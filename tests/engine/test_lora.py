@@ -1,0 +1,160 @@
+"""Adapters in an engine: each request gets the tokens of its merged weights, whoever else is in the step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxvllm import LLM, LoRARequest
+from tests.conftest import Compilations
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.models.adapters import RandomAdapter
+from tests.models.fixture import Fixture
+
+FIXTURE = Fixture.load("llama")
+ADAPTERS = (
+    RandomAdapter(FIXTURE, seed=1),
+    RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2),
+    RandomAdapter(FIXTURE, seed=3, ends=("_proj",), config={"use_rslora": True}),
+    RandomAdapter(
+        FIXTURE,
+        seed=4,
+        ends=("v_proj", "o_proj", "gate_proj"),
+        config={"rank_pattern": {"v_proj": 8, "layers.1.self_attn.o_proj": 1}, "alpha_pattern": {"gate_proj": 3}},
+    ),
+)
+PROMPTS = [list(prompt) for prompt in (FIXTURE.prompts * 2)[:8]]
+# More adapters than there are slots; and two requests without one.
+WHO = (1, 2, 0, 3, 1, 4, 0, 2)
+OPTIONS = dict(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [one.write(tmp_path_factory.mktemp("adapter")) for one in ADAPTERS]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FIXTURE.write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """The greedy tokens of the merged weights that each prompt is to have."""
+    found = {}
+    with tiny_llm(checkpoint) as llm:
+        for who in sorted(set(WHO)):
+            llm.update_weights(FIXTURE.weights() if who == 0 else ADAPTERS[who - 1].merged())
+            own = [prompt for prompt, of in zip(PROMPTS, WHO, strict=True) if of == who]
+            found[who] = iter(greedy_tokens(llm, own))
+    return [next(found[who]) for who in WHO]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with tiny_llm(checkpoint, **OPTIONS) as llm:
+        yield llm
+
+
+def requests_of(paths: list[Path]) -> list[LoRARequest | None]:
+    return [None if who == 0 else LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in WHO]
+
+
+def tokens_of(llm: LLM, paths: list[Path]) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests_of(paths))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_each_request_has_the_tokens_of_its_merged_weights(
+    llm: LLM,
+    paths: list[Path],
+    expected: list[list[int]],
+    compilations: Callable[[], AbstractContextManager[Compilations]],
+) -> None:
+    base = greedy_tokens(llm, PROMPTS)
+    assert greedy_tokens(llm, PROMPTS) == base  # what takes prefixes from the cache is compiled when it is first needed
+    assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))
+    with compilations() as seen:
+        assert tokens_of(llm, paths) == expected
+        # Now pages are found, of the same adapter only.
+        assert tokens_of(llm, paths) == expected
+        llm.update_weights(FIXTURE.weights())
+        assert tokens_of(llm, paths) == expected
+    assert seen.count == 0, seen.names
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "1x2"},
+        {"attention_backend": "reference"},
+        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
+    ],
+    ids=["mesh", "masked", "drafts"],
+)
+def test_everywhere(checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]) -> None:
+    with tiny_llm(checkpoint, **OPTIONS, **options) as llm:
+        assert tokens_of(llm, paths) == expected
+        assert_idle(llm)
+
+
+def test_an_adapter_that_was_changed_shares_no_page_with_what_it_was(
+    llm: LLM, tmp_path: Path, paths: list[Path]
+) -> None:
+    prompt = [PROMPTS[6]]
+    first = ADAPTERS[0].write(tmp_path / "live")
+    one, same = (LoRARequest("live", number, str(first)) for number in (10, 11))
+    params = replace(GREEDY, max_tokens=4)
+    [before] = llm.generate(prompt, params, use_tqdm=False, lora_request=one)
+    replace(ADAPTERS[0], seed=99).write(first)
+    [after] = llm.generate(prompt, params, use_tqdm=False, lora_request=same)
+    [still] = llm.generate(prompt, params, use_tqdm=False, lora_request=one)
+    assert after.num_cached_tokens == 0 < (still.num_cached_tokens or 0)
+    assert before.outputs[0].token_ids == still.outputs[0].token_ids
+    [salted] = llm.generate(
+        {"prompt_token_ids": prompt[0], "cache_salt": "a"}, params, use_tqdm=False, lora_request=one
+    )
+    assert salted.num_cached_tokens == 0 and salted.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_wrong_adapters_disturb_nobody(llm: LLM, paths: list[Path], expected: list[list[int]], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompt 1: .* has no adapter_config.json"):
+        llm.generate(PROMPTS[:2], GREEDY, lora_request=[None, LoRARequest("none", 50, str(tmp_path))])
+    with pytest.raises(ValueError, match="lora_int_id 1 is that of"):
+        llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("other", 1, str(paths[1])))
+    with pytest.raises(ValueError, match="1 lora_request for 2 prompts"):
+        llm.generate(PROMPTS[:2], GREEDY, lora_request=[None])
+    with pytest.raises(ValueError, match="must be a LoRARequest"):
+        llm.generate(PROMPTS[0], GREEDY, lora_request=["adapter"])  # type: ignore[list-item]
+    high = replace(ADAPTERS[0], rank=9).write(tmp_path / "high")
+    with pytest.raises(ValueError, match="rank 9, and max_lora_rank is 8"):
+        llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("high", 51, str(high)))
+    # The largest numbers that float32 has overflow in the rows of that adapter, and in no other.
+    wild = replace(ADAPTERS[0], size=1e37).write(tmp_path / "wild")
+    adapters = requests_of(paths)[:-1] + [LoRARequest("wild", 52, str(wild))]
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=adapters)
+    assert [output.outputs[0].token_ids for output in outputs[:-1]] == expected[:-1]
+    assert_idle(llm)
+
+
+def test_configs(checkpoint: Path) -> None:
+    for options, error, message in (
+        ({"max_lora_rank": 7}, ValueError, "max_lora_rank must be one of"),
+        ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1}, ValueError, "at least max_loras"),
+        ({"enable_lora": True, "mesh": "2x1x1"}, NotImplementedError, "stages"),
+        ({"enable_lora": True, "kv_transfer_config": '{"kv_connector": "host"}'}, NotImplementedError, "kv_transfer"),
+    ):
+        with pytest.raises(error, match=message):
+            LLM(model=str(checkpoint), **options)
+
+
+def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:
+    [adapter] = [LoRARequest("adapter 1", 1, str(paths[0]))]
+    [plain] = llm.embed([PROMPTS[0]], use_tqdm=False)
+    [adapted] = llm.embed([PROMPTS[0]], use_tqdm=False, lora_request=adapter)
+    assert not np.allclose(plain.outputs.embedding, adapted.outputs.embedding, atol=1e-2)

@@ -1,0 +1,42 @@
+"""On CPU a row with an adapter has the same bits whoever else is in the step, and in whichever slot its adapter is.
+
+A row without one may differ in its last bits from what it has where no row has an adapter: the gate of an FFN is a part
+of our kernel there.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
+from tests.engine.test_lora import ADAPTERS, FIXTURE, OPTIONS, PROMPTS, WHO
+from tests.engine.tiny import tiny_llm
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_programs() -> None:
+    """There are none here: what is served is compiled with more of LLVM, and it is the one with these bits."""
+
+
+def bits(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None]) -> list[list[dict[int, float]]]:
+    """The best log-probabilities at each position of each output."""
+
+    def of(output: RequestOutput) -> list[dict[int, float]]:
+        return [{token: one.logprob for token, one in step.items()} for step in output.outputs[0].logprobs or ()]
+
+    llm.reset_prefix_cache()
+    return [*map(of, llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=adapters))]
+
+
+@pytest.mark.slow
+def test_alone_and_together(tmp_path: Path) -> None:
+    paths = [one.write(tmp_path / str(number)) for number, one in enumerate(ADAPTERS)]
+    adapters = [None if who == 0 else LoRARequest(str(who), who, str(paths[who - 1])) for who in WHO]
+    with tiny_llm(FIXTURE.write_checkpoint(tmp_path / "model"), **OPTIONS) as llm:
+        together = bits(llm, PROMPTS, adapters)
+        for number in reversed(
+            [number for number, who in enumerate(WHO) if who]
+        ):  # their adapters come into other slots
+            assert bits(llm, [PROMPTS[number]], [adapters[number]]) == [together[number]]

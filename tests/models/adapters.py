@@ -1,0 +1,80 @@
+"""Random adapters of low rank for tests, the files that PEFT would save of them, and models with them merged."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.lora_arrays import LoraModule, lora_modules
+from tests.models.fixture import Fixture
+
+
+def modules_of(fixture: Fixture) -> dict[str, LoraModule]:
+    """The modules of a fixture's checkpoint that adapters may change."""
+    family = find_family(fixture.config)
+    found = lora_modules(model_spec(fixture.config, fixture.max_model_len), family)
+    return {name: module for name, module in found.items() if f"{name}.weight" in fixture.shapes}
+
+
+@dataclass(frozen=True)
+class RandomAdapter:
+    """An adapter of `fixture` for the modules whose names end with one of `ends`."""
+
+    fixture: Fixture
+    seed: int
+    ends: tuple[str, ...] = ("",)
+    rank: int = 4
+    alpha: float = 8
+    size: float = 0.3  # of the numbers in B
+    config: Mapping[str, Any] = field(default_factory=dict)  # beside what PEFT always saves
+
+    def rank_of(self, name: str) -> int:
+        pattern = self.config.get("rank_pattern", {})
+        return next((rank for end, rank in pattern.items() if name.endswith(end)), self.rank)
+
+    def scale_of(self, name: str) -> float:
+        pattern, rank = self.config.get("alpha_pattern", {}), self.rank_of(name)
+        alpha = next((alpha for end, alpha in pattern.items() if name.endswith(end)), self.alpha)
+        return float(alpha / (np.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+    def matrices(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """A f32[r, in] and B f32[out, r] of each module."""
+        random = np.random.default_rng(self.seed)
+        return {
+            name: (
+                random.normal(0, module.in_size**-0.5, (self.rank_of(name), module.in_size)).astype(np.float32),
+                random.normal(0, self.size, (module.out_size, self.rank_of(name))).astype(np.float32),
+            )
+            for name, module in modules_of(self.fixture).items()
+            if name.endswith(self.ends)
+        }
+
+    def merged(self) -> dict[str, np.ndarray]:
+        """The weights of the checkpoint with what the adapter adds."""
+        weights = self.fixture.weights()
+        for name, (down, up) in self.matrices().items():
+            [source, *_] = modules_of(self.fixture)[name].sources
+            more = (self.scale_of(name) * up.astype(np.float64) @ down.astype(np.float64)).astype(np.float32)
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + (more.T if source.is_turned else more)
+        return weights
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The tensors of PEFT's file."""
+        return {
+            f"base_model.model.{name}.lora_{side}.weight": matrix
+            for name, pair in self.matrices().items()
+            for side, matrix in zip("AB", pair, strict=True)
+        }
+
+    def write(self, directory: Path) -> Path:
+        """Writes what PEFT saves."""
+        directory.mkdir(parents=True, exist_ok=True)
+        usual = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": ["q_proj"]}
+        (directory / "adapter_config.json").write_text(json.dumps(usual | {"bias": "none"} | dict(self.config)))
+        save_file(self.tensors(), directory / "adapter_model.safetensors")
+        return directory

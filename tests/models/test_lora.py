@@ -1,0 +1,200 @@
+"""Adapters: what they add to each family's model, in every layout and way, and which files are refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxvllm.models import checkpoint
+from jaxvllm.models.decoder import begin_layers, embed_tokens, end_layers, final_norm, project_logits, run_part
+from jaxvllm.models.families import find_family, model_spec
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.params import Layout, Params
+from jaxvllm.models.peft import PeftAdapter
+from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.token_adapters import TokenAdapters
+from jaxvllm.runtime.adapter_fills import fill_adapter
+from pallas_kernels.backend import REFERENCE
+from pallas_kernels.cpu.host import host_chip
+from sharding.axis import ALONE
+from sharding.placement import mesh_of
+from tests.models.adapters import RandomAdapter
+from tests.models.dense import dense_attend, dense_cache, dense_logits, dense_recur
+from tests.models.fixture import Fixture
+from tests.quick import quick_emitters
+
+# Separate and fused projections, biases, matrices that are stored turned, gates in queries, latents, experts.
+FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "qwen3_5", "deepseek_v3")
+RANK, NUM_SLOTS = 8, 3
+
+
+def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS) -> LoraArrays:
+    spec, family = model_spec(fixture.config, fixture.max_model_len), find_family(fixture.config)
+    return LoraArrays.of(spec, family, 1, layout, "float32", forms, num_slots=NUM_SLOTS, rank=RANK)
+
+
+def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
+    """The parameters with these adapters in these slots."""
+    slots = arrays.empty(mesh_of(jax.devices()[0]))
+    room = next(layer.lora for layer in arrays.spec.layers if layer.lora is not None)
+    for number, adapter in adapters.items():
+        slots = fill_adapter(slots, arrays.of_adapter(adapter.modules), jnp.array([number]), room=room)
+    return params | {LORA: slots}
+
+
+def adapted_logits(params: Params, spec: ModelSpec, tokens: list[int], slots: list[int]) -> jax.Array:
+    """f32[T, V] for a sequence whose tokens have the adapters in `slots`."""
+    ids, positions = jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens), dtype=jnp.int32)
+    of_tokens = TokenAdapters.of(jnp.asarray(slots, jnp.int32), NUM_SLOTS)
+    x = begin_layers(params, spec, embed_tokens(params, spec, ids, positions))
+    ways: Any = (ALONE, (), None, dense_recur, None, None, None, REFERENCE, of_tokens)
+    x, _, _ = run_part(params, spec, x, positions, dense_cache(spec, len(tokens)), dense_attend, *ways)
+    return project_logits(params, spec, final_norm(params, spec, end_layers(params, spec, x)))
+
+
+def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAdapter:
+    return PeftAdapter.read(adapter.write(directory), arrays.sizes, RANK)
+
+
+# The ways differ in nothing that depends on the family. DeepSeek V3 has layers of two kinds.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "masked") for name in FAMILIES), ("llama", "by group"), ("llama", "stacked"), ("deepseek_v3", "stacked")],
+)
+def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_path: Path) -> None:
+    fixture = Fixture.load(name)
+    layout: Layout = "stacked" if way == "stacked" else "separate"
+    chip = host_chip()
+    forms = Forms(table=CpuKernel(chip)) if way == "by group" and chip is not None else PLAIN_FORMS
+    arrays = arrays_of(fixture, layout, forms)
+    assert any(layer.lora.by_group for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
+    adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True})
+    other = RandomAdapter(fixture, seed=4, rank=2)
+    both = {2: read(adapter, tmp_path / "a", arrays), 3: read(other, tmp_path / "b", arrays)}
+    directory = fixture.write_checkpoint(tmp_path / "model")
+    base = model_spec(fixture.config, fixture.max_model_len)
+
+    def load(**more: Any) -> Params:
+        return checkpoint.load(directory, base, dtype="float32", layout=layout, **more)
+
+    params = with_adapters(arrays, load(), both)
+    [tokens] = [prompt for prompt in fixture.prompts if len(prompt) == max(map(len, fixture.prompts))][:1]
+    tokens = tokens[:20]
+    run = jax.jit(lambda params, slots: adapted_logits(params, arrays.spec, tokens, slots))
+    plain = jax.jit(lambda params: dense_logits(params, base, tokens))
+    with quick_emitters(base):
+        found = {slot: np.asarray(run(params, jnp.full(len(tokens), slot))) for slot in (0, 2, 3)}
+        expected = {0: plain(load()), 2: plain(load(tensors=adapter.merged())), 3: plain(load(tensors=other.merged()))}
+    spread = float(np.abs(np.asarray(expected[0]) - np.asarray(expected[2])).max())
+    assert spread > 0.1, "the adapter changes something"
+    for slot, logits in expected.items():
+        np.testing.assert_allclose(found[slot], np.asarray(logits), atol=2e-4 * max(1.0, spread))
+
+
+# What is refused.
+
+FIXTURE = Fixture.load("llama")
+GOOD = RandomAdapter(FIXTURE, seed=1)
+FIRST = "model.layers.0.self_attn.q_proj"
+
+
+def damaged(directory: Path, change: Callable[[dict[str, np.ndarray]], object], **config: Any) -> Path:
+    """An adapter whose tensors were changed."""
+    adapter = RandomAdapter(FIXTURE, seed=1, config=config)
+    tensors = adapter.tensors()
+    change(tensors)
+    save_file(tensors, adapter.write(directory) / "adapter_model.safetensors")
+    return directory
+
+
+def at(name: str, side: str) -> str:
+    return f"base_model.model.{name}.lora_{side}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(at(FIRST, "B")), "only lora_A"),
+        (lambda t: t.update({at(FIRST, "A"): t[at(FIRST, "A")][:, 1:]}), "has shape"),
+        (lambda t: t.update({at(FIRST, "B"): t[at(FIRST, "B")].T.copy()}), "has shape"),
+        (lambda t: t.update({at(FIRST, "B"): t[at(FIRST, "B")] * np.float32(np.nan)}), "not finite"),
+        (lambda t: t.update({at(FIRST, "A"): t[at(FIRST, "A")].astype(np.int32)}), "dtype"),
+        (lambda t: t.update({at("model.layers.99.mlp.up_proj", s): t[at(FIRST, s)] for s in "AB"}), "layers.99"),
+        (lambda t: t.update({at("../../etc/passwd", s): t[at(FIRST, s)] for s in "AB"}), "can be adapted"),
+        (lambda t: t.update({"base_model.model.lm_head.weight": t[at(FIRST, "A")]}), "unexpected tensor"),
+        (lambda t: t.update({f"{at(FIRST, 'A')}.bias": t[at(FIRST, "A")]}), "unexpected tensor"),
+        (lambda t: t.clear(), "no tensor"),
+    ],
+)
+def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], message: str, tmp_path: Path) -> None:
+    directory, sizes = damaged(tmp_path, change), arrays_of(FIXTURE, "separate").sizes
+    with pytest.raises(ValueError, match=message):
+        PeftAdapter.read(directory, sizes, RANK)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"r": 16}, ValueError, "max_lora_rank is 8"),
+        ({"rank_pattern": {"q_proj": 9}}, ValueError, "rank 9"),
+        ({"r": True}, ValueError, "positive integer"),
+        ({"r": "4"}, ValueError, "positive integer"),
+        ({"lora_alpha": float("inf")}, ValueError, "finite"),
+        ({"rank_pattern": {"(a+)+$": 4}}, ValueError, "no expression"),
+        ({"rank_pattern": [1]}, ValueError, "does not say"),
+        ({"use_dora": True}, NotImplementedError, "use_dora"),
+        ({"bias": "all"}, NotImplementedError, "bias 'all'"),
+        ({"modules_to_save": ["lm_head"]}, NotImplementedError, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, NotImplementedError, "pissa"),
+        ({"init_lora_weights": ["pissa"]}, NotImplementedError, "pissa"),
+        ({"peft_type": "IA3"}, NotImplementedError, "IA3"),
+        ({"alora_invocation_tokens": [1]}, NotImplementedError, "alora"),
+        ({"fan_in_fan_out": True}, NotImplementedError, "fan_in_fan_out"),
+    ],
+)
+def test_configs(config: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    GOOD.write(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(error, match=message):
+        PeftAdapter.read(tmp_path, arrays_of(FIXTURE, "separate").sizes, RANK)
+
+
+def test_files(tmp_path: Path) -> None:
+    sizes = arrays_of(FIXTURE, "separate").sizes
+    with pytest.raises(ValueError, match="has no adapter_config.json"):
+        PeftAdapter.read(tmp_path, sizes, RANK)
+    GOOD.write(tmp_path)
+    first = PeftAdapter.read(tmp_path, sizes, RANK)
+    assert PeftAdapter.read(tmp_path, sizes, RANK).digest == first.digest
+    weights = tmp_path / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        PeftAdapter.read(tmp_path, sizes, RANK)
+    weights.unlink()
+    (tmp_path / "adapter_model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"adapter_model\.bin: such files can run code"):
+        PeftAdapter.read(tmp_path, sizes, RANK)
+    for text, message in (
+        ("[1]", "JSON object"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        (" " * (2 << 20), "bytes"),
+    ):
+        GOOD.write(tmp_path)
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            PeftAdapter.read(tmp_path, sizes, RANK)
+    # Another alpha is another adapter, though the tensors are the same.
+    RandomAdapter(FIXTURE, seed=1, alpha=16).write(tmp_path)
+    assert PeftAdapter.read(tmp_path, sizes, RANK).digest != first.digest
