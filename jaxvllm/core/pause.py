@@ -1,4 +1,4 @@
-"""How far a scheduler is paused. The modes and states are vLLM's."""
+"""How far a scheduler is paused, and what of an engine sleeps. The modes, states and tags are vLLM's."""
 
 from enum import Enum, auto
 from typing import Literal
@@ -6,6 +6,11 @@ from typing import Literal
 # abort: all requests end now. wait: requests that have begun end first. keep: they stay where they are.
 type PauseMode = Literal["abort", "wait", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+
+# What may sleep. `scheduling` is a pause alone.
+type SleepTag = Literal["weights", "kv_cache", "scheduling"]
+SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache", "scheduling")
+SLEEP_LEVELS = (0, 1, 2)
 
 
 class PauseState(Enum):

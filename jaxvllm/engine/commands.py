@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from jaxvllm.core.lora import LoRARequest
-from jaxvllm.core.pause import PauseMode
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.weight_version import KVChange
-from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.page_view import PoolView
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.explanation import Trail
 from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
-from jaxvllm.core.pause import PauseMode, PauseState
+from jaxvllm.core.pause import SLEEP_LEVELS, PauseMode, PauseState, SleepTag
 from jaxvllm.core.repetition import RepetitionDetector
 from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from jaxvllm.core.token_constraint import GuardedConstraint
 from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
-from jaxvllm.engine.engine_sleep import SLEEP_LEVELS, EngineSleep, SleepTag
+from jaxvllm.engine.engine_sleep import EngineSleep
 from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.kv_event_publisher import open_publishers

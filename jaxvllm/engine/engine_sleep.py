@@ -1,17 +1,11 @@
 """`EngineSleep`: whether the replicas of an engine are paused, and what of them is not on the devices."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
-from jaxvllm.core.pause import PauseState
+from jaxvllm.core.pause import SLEEP_TAGS, PauseState, SleepTag
 from jaxvllm.engine.expert_balancer import LoadMeter
 from jaxvllm.engine.replica import Replica
 from jaxvllm.runtime.runner import Runner
-
-# What may sleep, by vLLM's names. `scheduling` is a pause alone.
-type SleepTag = Literal["weights", "kv_cache", "scheduling"]
-SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache", "scheduling")
-SLEEP_LEVELS = (0, 1, 2)
 
 
 class EngineSleep:

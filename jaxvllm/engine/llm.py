@@ -14,14 +14,13 @@ from tqdm import tqdm
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
 from jaxvllm.core.lora import LoRARequest
-from jaxvllm.core.pause import PauseMode
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.pooler import Pooling
 from jaxvllm.core.pooling_params import PoolingParams
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.engine import Engine
-from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.outputs import (
     BeamSearchOutput,

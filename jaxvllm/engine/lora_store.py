@@ -12,7 +12,7 @@ class LoraStore:
     """Keeps the `num_kept` adapters that were asked for last. A request that is under way keeps its own as well."""
 
     def __init__(self, read: Callable[[Path, str], LoraAdapter], num_kept: int):
-        """Begins without adapters. `read` reads that of a directory, and gives it a name; a wrong one is a ValueError."""
+        """Begins without adapters. `read` reads one from a directory, and raises ValueError for a wrong one."""
         self._read = read
         self._num_kept = num_kept
         self._requests: dict[int, LoRARequest] = {}  # the first with each id

@@ -83,7 +83,7 @@ def _modules_of(layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Sour
 
 
 def with_lora(
-    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, by_group: bool
+    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, one_by_one: bool
 ) -> ModelSpec:
     """Returns the spec with room for `num_slots` adapters of up to `rank`."""
     counts: list[dict[str, int]] = [{} for _ in spec.layers]
@@ -91,7 +91,7 @@ def with_lora(
         of_layer = counts[module.layer]
         of_layer[module.matrix] = max(of_layer.get(module.matrix, 0), module.part + 1)
     layers = (
-        replace(layer, lora=LayerLora(num_slots, rank, tuple(count.items()), by_group) if count else None)
+        replace(layer, lora=LayerLora(num_slots, rank, tuple(count.items()), one_by_one) if count else None)
         for layer, count in zip(spec.layers, counts, strict=True)
     )
     return replace(spec, layers=tuple(layers))
@@ -125,8 +125,8 @@ class LoraArrays:
         modules = lora_modules(spec, family)
         if not modules:
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
-        by_group = layout == "separate" and isinstance(forms.table, OnCpu)
-        served = with_lora(spec, modules, num_slots, rank, by_group)
+        one_by_one = layout == "separate" and isinstance(forms.table, OnCpu)
+        served = with_lora(spec, modules, num_slots, rank, one_by_one)
         return cls(served, modules, size, layout, jnp.dtype(dtype), forms.table)
 
     @property

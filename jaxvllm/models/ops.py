@@ -48,30 +48,38 @@ class InStack:
 class Adapted:
     """A matrix to whose products the adapters of tokens add theirs: (x A^T) B^T, see `models.lora`.
 
-    By groups `a` is that of a matrix [W, in] for each slot, and `b` of one [.., W]. Otherwise they are matrices of all
-    slots, [N W, in] and [.., N W].
+    One by one, `a` has a matrix [W, in] for each slot, and `b` one [.., W]. Otherwise they are matrices of all slots,
+    [N W, in] and [.., N W].
     """
 
     matrix: "Weight"
     a: Any
     b: Any
     tokens: TokenAdapters
-    by_group: bool
+    one_by_one: bool
 
-    def added(self, x: jax.Array) -> jax.Array:
-        """Returns what adapters add for x [T, in]: [T, ..], and zeros for tokens without one."""
+    def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns the product y [T, ..] of the matrix with x [T, in], and what adapters add to it.
+
+        What an adapter makes of the tokens of others may be infinite. So it is replaced, and not multiplied by zero.
+        """
         tokens = self.tokens
-        if self.by_group:
-            h = project_grouped(x[tokens.order], self.a, tokens.starts)
-            y = project_grouped(h, self.b, tokens.starts)[tokens.places]
-            has_one = (tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
-            return jnp.where(has_one, y, jnp.zeros((), y.dtype))
+        if self.one_by_one:
+
+            def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
+                slot = tokens.in_use[number]
+                # All rows are those of this slot.
+                starts = jnp.where(jnp.arange(tokens.num_slots + 1) >= slot, len(x), 0).astype(jnp.int32)
+                h = project_grouped(x, self.a, starts)
+                own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
+                return y + project_grouped(own, self.b, starts).astype(y.dtype)
+
+            return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
         h = project(x, self.a)
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
-        # Not a product: what an adapter makes of the tokens of others may be infinite.
-        own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
-        return project(own.reshape(h.shape), self.b)
+        of_own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
+        return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
 
 
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
@@ -81,8 +89,7 @@ ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
     if isinstance(weight, Adapted):
-        y = project(x, weight.matrix, bias, dtype)
-        return y + weight.added(x).astype(y.dtype)
+        return weight.added(x, project(x, weight.matrix, bias, dtype))
     if isinstance(weight, OneOf):
         return biased(
             _by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias

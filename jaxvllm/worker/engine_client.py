@@ -8,7 +8,7 @@ from typing import Self, Unpack
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearchParams
-from jaxvllm.core.pause import PauseMode
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.request import GenerationRequest, RequestOptions
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.commands import (
@@ -22,7 +22,6 @@ from jaxvllm.engine.commands import (
     ShowRest,
     WakeUp,
 )
-from jaxvllm.engine.engine_sleep import SleepTag
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_view import PoolView
 from jaxvllm.engine.request_rules import RequestRules

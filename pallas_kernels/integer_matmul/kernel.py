@@ -15,7 +15,7 @@ from pallas_kernels.cpu.bytes import dot_bytes, looked_up
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_runs
-from pallas_kernels.cpu.values import F32, I32, Value
+from pallas_kernels.cpu.values import F32, I32, Value, Variable
 from pallas_kernels.cpu.vectors import gelu_tanh, load_scales, silu
 from pallas_kernels.integer_matmul.amx_sums import AMX_ROWS, amx_sums
 from pallas_kernels.integer_matmul.code_panels import (
@@ -31,6 +31,7 @@ from pallas_kernels.integer_matmul.code_panels import (
 )  # fmt: skip
 
 ROWS = 96  # of an item of work
+FEW = 2  # rows of a tile whose sums over groups stay in registers
 # Twice the numbers of E2M1, and 12, so that none is negative.
 _FLOAT4 = tuple(12 + sign * number for sign in (1, -1) for number in (0, 1, 2, 3, 4, 6, 8, 12))
 _FLOAT4_ZERO = 12
@@ -155,27 +156,23 @@ def _row_bytes(panels: CodePanels, name: str) -> int:
 
 
 def _tile(e: Emitter, rows: int, panels: CodePanels) -> ir.Function:
-    """Emits the product of `rows` tokens with a panel: totals f32[rows, columns]."""
+    """Emits the product of `rows` tokens with a panel: totals f32[rows, columns].
+
+    Where groups share factors, the sums over these groups are multiplied by them, and then added up.
+    """
     names = panels.names
     t = e.function(f"tile{rows}", 6 + 2 * len(names))
     x, stride, sizes, sums, G, totals, *rest = t.arguments
     at = dict(zip(names, rest, strict=False))
     units = rest[len(names)]  # of the codes
     vectors = range(panels.columns // t.lanes)
-    for m in range(rows):
-        for v in vectors:
-            t.store(totals + (m * panels.columns + v * t.lanes) * 4, t.vector(0))
     unit = 4 if panels.bits == 8 else 8
 
     def decode(first: Value, number: int) -> Codes:
         return _codes(t, panels, at, first, number)
 
-    sums_of_groups: AbstractContextManager[GroupSums]
-    if rows == AMX_ROWS:
-        sums_of_groups = amx_sums(t, panels, decode, at[CODES], x, stride)
-    else:
-        sums_of_groups = nullcontext(_vector_sums(t, panels, decode, x, stride, rows))
-    with sums_of_groups as sums_of, t.loop(0, G) as group:
+    def add_group(group: Value, sums_of: GroupSums, scaled: Cells, least: Cells) -> None:
+        """Adds the group's sums times their scales, and its minima times the sums of tokens."""
         begin, end = t.integer(0), units
         if panels.together is not None:
             begin = group * (panels.together // unit)
@@ -187,14 +184,71 @@ def _tile(e: Emitter, rows: int, panels: CodePanels) -> ir.Function:
         for m in range(rows):
             size = t.splat(t.load_float(sizes + (G * m + group) * 4))
             for v in vectors:
-                place = totals + (m * panels.columns + v * t.lanes) * 4
                 exact = Value(t, t.builder.sitofp(found(m, v).ir, ir.VectorType(F32, t.lanes)))
-                total = t.fma(exact * scales[v], size, t.load(place))
+                scaled[m, v].set(t.fma(exact * scales[v], size, scaled[m, v].get()))
                 if mins:
                     whole = Value(t, t.builder.sitofp(sum_of[m].ir, ir.VectorType(F32, t.lanes)))
-                    total = t.fma(mins[v], whole * size, total)
-                t.store(place, total)
+                    least[m, v].set(t.fma(mins[v], whole * size, least[m, v].get()))
+
+    sums_of_groups: AbstractContextManager[GroupSums]
+    if rows == AMX_ROWS:
+        sums_of_groups = amx_sums(t, panels, decode, at[CODES], x, stride)
+    else:
+        sums_of_groups = nullcontext(_vector_sums(t, panels, decode, x, stride, rows))
+    total = _zeros(t, rows, vectors)
+    least = _zeros(t, rows, vectors) if panels.offsets == "mins" else {}
+    with sums_of_groups as sums_of:
+        if panels.span is None:
+            with t.loop(0, G) as group:
+                add_group(group, sums_of, total, least)
+            for place, cell in least.items():
+                total[place].set(total[place].get() - cell.get())
+        else:
+            assert panels.together is not None
+            number = panels.span // panels.together
+            with t.loop(0, G, number) as first:
+                of_span = _zeros(t, rows, vectors)
+                for cell in least.values():
+                    cell.set(t.vector(0))
+                with t.loop(first, t.min(first + number, G)) as group:
+                    add_group(group, sums_of, of_span, least)
+                for parts, name, sign in ((of_span, FACTORS, 1.0), (least, MIN_FACTORS, -1.0)):
+                    factors = [_factor(t, panels, at[name], first, v) * sign for v in vectors if parts]
+                    for (m, v), cell in parts.items():
+                        total[m, v].set(t.fma(cell.get(), factors[v], total[m, v].get()))
+    for (m, v), cell in total.items():
+        t.store(totals + (m * panels.columns + v * t.lanes) * 4, cell.get())
     return t.finish()
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """A vector in memory, which is used as a variable is."""
+
+    emitter: Emitter
+    address: Value
+
+    def get(self) -> Value:
+        return self.emitter.load(self.address)
+
+    def set(self, value: Value) -> None:
+        self.emitter.store(self.address, value)
+
+
+# Vectors of sums, of each row m and vector v.
+type Cells = Mapping[tuple[int, int], _Memory | Variable]
+
+
+def _zeros(t: Emitter, rows: int, vectors: range) -> Cells:
+    """Returns sums that are zeros, in registers for few rows: those of more need the registers for a group's sums."""
+    places = [(m, v) for m in range(rows) for v in vectors]
+    if rows <= FEW:
+        return {place: t.variable(t.vector(0)) for place in places}
+    memory, width = t.words(len(places) * t.lanes // 2), t.lanes * 4
+    cells = {place: _Memory(t, memory + number * width) for number, place in enumerate(places)}
+    for cell in cells.values():
+        cell.set(t.vector(0))
+    return cells
 
 
 def _initial(
@@ -277,18 +331,13 @@ def _scale(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value
     dtype = panels.scale_dtype
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
     scale = load_scales(t, at[SCALES] + place * SCALE_BYTES[dtype], dtype)
-    if panels.span is not None:
-        scale = scale * _factor(t, panels, at[FACTORS], group, v)
     return scale * 0.5 if panels.is_float4 else scale
 
 
 def _min(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value, v: int) -> Value:
-    """Returns what is taken away from the elements of a vector of columns, negative."""
+    """Returns the minima of a vector of columns."""
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
-    least = load_scales(t, at[MINS] + place * SCALE_BYTES[panels.held_mins], panels.held_mins)
-    if panels.span is not None:
-        least = least * _factor(t, panels, at[MIN_FACTORS], group, v)
-    return t.vector(0) - least
+    return load_scales(t, at[MINS] + place * SCALE_BYTES[panels.held_mins], panels.held_mins)
 
 
 def _factor(t: Emitter, panels: CodePanels, address: Value, group: Value, v: int) -> Value:

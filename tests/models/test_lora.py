@@ -68,15 +68,20 @@ def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAda
 # The ways differ in nothing that depends on the family. DeepSeek V3 has layers of two kinds.
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, "masked") for name in FAMILIES), ("llama", "by group"), ("llama", "stacked"), ("deepseek_v3", "stacked")],
+    [
+        *((name, "masked") for name in FAMILIES),
+        ("llama", "one by one"),
+        ("llama", "stacked"),
+        ("deepseek_v3", "stacked"),
+    ],
 )
 def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
     layout: Layout = "stacked" if way == "stacked" else "separate"
     chip = host_chip()
-    forms = Forms(table=CpuKernel(chip)) if way == "by group" and chip is not None else PLAIN_FORMS
+    forms = Forms(table=CpuKernel(chip)) if way == "one by one" and chip is not None else PLAIN_FORMS
     arrays = arrays_of(fixture, layout, forms)
-    assert any(layer.lora.by_group for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
+    assert any(layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
     adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True})
     other = RandomAdapter(fixture, seed=4, rank=2)
     both = {2: read(adapter, tmp_path / "a", arrays), 3: read(other, tmp_path / "b", arrays)}

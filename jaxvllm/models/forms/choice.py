@@ -200,7 +200,8 @@ class Forms:
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
         # The rows of a table are looked up.
-        head, table = usual, PLAIN if chip is None else CpuKernel(chip)
+        table: Form = PLAIN if chip is None else CpuKernel(chip)
+        head = usual
         if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
             head = CpuGroups(_HEAD, _HEAD.group, chip)
             table = CodeTable(head, jnp.dtype(dtype).name)

@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 
 from jaxvllm.core.errors import UnsupportedParameterError
-from jaxvllm.core.pause import PauseMode
-from jaxvllm.engine.engine_sleep import SleepTag
+from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Reply
 from jaxvllm.server.routes.documented import COMMON, GENERATES, ErrorResponse
