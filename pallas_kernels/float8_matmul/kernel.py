@@ -126,8 +126,8 @@ class _Functions:
 
 
 def _add_up(
-    t: Emitter, product: _Float8Product, functions: _Functions, rows: _ItemRows, codes: Value, scales: Value, groups: Value,
-    totals: Value,
+    t: Emitter, product: _Float8Product, functions: _Functions, rows: _ItemRows, codes: Value, scales: Value,
+    groups: Value, totals: Value,
 ) -> None:  # fmt: skip
     """Emits the sums over all groups of a panel, times their scales: totals f32[rows, columns]."""
     columns, size = product.panels.columns, SIZE_OF[product.dtype]
