@@ -40,7 +40,7 @@ def multiply_by_float8(
     first = 3 if in_groups else 2
     matrix = e.load_int(frame.argument(1).data, 32) * 2 + first
     codes, scales = frame.argument(matrix), frame.argument(matrix + 1)
-    product = _Product(dtype, out_dtype, gate, panels)
+    product = _Float8Product(dtype, out_dtype, gate, panels)
     P = y.size(1) // panels.columns
     starts, blocks = e.integer(0), (x.size(0) + (ROWS - 1)) // ROWS
     if in_groups:  # an item has all rows of a group
@@ -62,7 +62,7 @@ def multiply_by_float8(
         functions = _Functions.emit(t, product)
         totals = [t.words(ROWS * panels.columns * FLOAT // 8) for _ in range(product.halves)]
         with t.loop(begin, end, ROWS) as row:
-            rows = _Rows(x + row * K * SIZE_OF[dtype], t.min(end - row, t.integer(ROWS)), K)
+            rows = _ItemRows(x + row * K * SIZE_OF[dtype], t.min(end - row, t.integer(ROWS)), K)
             for half, total in enumerate(totals):
                 place = first + P * half
                 of_codes = codes + place * pairs * (panels.columns * panels.unit)
@@ -77,7 +77,7 @@ def multiply_by_float8(
 
 
 @dataclass(frozen=True)
-class _Product:
+class _Float8Product:
     """Says what an item multiplies, and what becomes of its sums."""
 
     dtype: str
@@ -95,7 +95,7 @@ class _Product:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _ItemRows:
     """Some rows [count, K]."""
 
     address: Value
@@ -115,7 +115,7 @@ class _Functions:
     packed: dict[int, ir.Function]
 
     @classmethod
-    def emit(cls, t: Emitter, product: _Product) -> "_Functions":
+    def emit(cls, t: Emitter, product: _Float8Product) -> "_Functions":
         tiles = tiles_for(t.chip, product.dtype)
         sizes = FEW[t.lanes] if isinstance(tiles, VectorTiles) else ()
         return cls(
@@ -126,8 +126,8 @@ class _Functions:
 
 
 def _add_up(
-    t: Emitter, product: _Product, functions: _Functions, rows: _Rows, codes: Value, scales: Value, groups: Value,
-    totals: Value,
+    t: Emitter, product: _Float8Product, functions: _Functions, rows: _ItemRows, codes: Value, scales: Value,
+    groups: Value, totals: Value,
 ) -> None:  # fmt: skip
     """Emits the sums over all groups of a panel, times their scales: totals f32[rows, columns]."""
     columns, size = product.panels.columns, SIZE_OF[product.dtype]
@@ -164,7 +164,7 @@ def _add_up(
                 t.store(totals + place, t.fma(t.load(sums + place), of_vector, t.load(totals + place)))
 
 
-def _few_rows(e: Emitter, rows: int, product: _Product) -> ir.Function:
+def _few_rows(e: Emitter, rows: int, product: _Float8Product) -> ir.Function:
     """Emits (x, bytes between rows, codes, sums f32[rows, columns], inputs): adds the products of these inputs."""
     t = e.function(f"few{rows}", 5)
     x, stride, codes, sums, inputs = t.arguments
@@ -197,7 +197,7 @@ def _few_rows(e: Emitter, rows: int, product: _Product) -> ir.Function:
     return t.finish()
 
 
-def _decode(e: Emitter, product: _Product) -> ir.Function:
+def _decode(e: Emitter, product: _Float8Product) -> ir.Function:
     """Emits (codes, panel, inputs): the panel of `packed_matmul` that these inputs, an even number, are."""
     t = e.function("decode", 3)
     codes, panel, inputs = t.arguments

@@ -222,7 +222,7 @@ def _tile(e: Emitter, rows: int, panels: CodePanels) -> ir.Function:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _StoredVector:
     """A vector in memory, which is used as a variable is."""
 
     emitter: Emitter
@@ -236,7 +236,7 @@ class _Memory:
 
 
 # Vectors of sums, of each row m and vector v.
-type Cells = Mapping[tuple[int, int], _Memory | Variable]
+type Cells = Mapping[tuple[int, int], _StoredVector | Variable]
 
 
 def _zeros(t: Emitter, rows: int, vectors: range) -> Cells:
@@ -245,7 +245,7 @@ def _zeros(t: Emitter, rows: int, vectors: range) -> Cells:
     if rows <= FEW:
         return {place: t.variable(t.vector(0)) for place in places}
     memory, width = t.words(len(places) * t.lanes // 2), t.lanes * 4
-    cells = {place: _Memory(t, memory + number * width) for number, place in enumerate(places)}
+    cells = {place: _StoredVector(t, memory + number * width) for number, place in enumerate(places)}
     for cell in cells.values():
         cell.set(t.vector(0))
     return cells
