@@ -130,12 +130,10 @@ class Runner(PlanRunner):
             if self._pages_grow
             else make_program(_filling(partial(_zeros, _without_places(pages)), pages, mesh))
         )
-        self._new_state = make_program(Recipe(partial(new_state, self.sizes), (), mesh, out_specs=OF_REPLICAS))
-        self._kv_pages: KVCachePages
+        self._kv_pages: KVCachePages = self._new_pages()
         self._state: DeviceState
         self._forwarded: Forwarded | None = None  # of a step whose second half is held back
         self._loads: jax.Array | None = None  # of experts, that were taken last
-        self.make(Reset())
 
         def compile_update(update: Callable[..., DeviceState], kind: type[Call]) -> Callable[..., DeviceState]:
             words = self.unchanging[kind]
@@ -184,10 +182,14 @@ class Runner(PlanRunner):
             self._fill_side_rows = cache(partial(compile_update, store_side_rows, FillSideRows))
             rarely.append(self._fill_side_rows)
         with ThreadPoolExecutor(1) as other:
+            # Beside the steps, whose tracing leaves a core free: 0.2 s of the CPU.
+            fill_state = Recipe(partial(new_state, self.sizes), (), mesh, out_specs=OF_REPLICAS)
+            new_state_later = other.submit(make_program, fill_state)
             admit_later = other.submit(compile_update, partial(admit, sizes=self.sizes), Admit)
             afterwards = (*rarely, compiler.compile_readouts)
             self.programs = Programs(ladder, compiler.compile, yields, afterwards)
-            self._admit = admit_later.result()
+            self._new_state, self._admit = new_state_later.result(), admit_later.result()
+        self._state = self._new_state()
 
     def part(self, result: StepResult, replica: int) -> StepResult:
         """Returns the part of the result that one of several replicas has, as if it had computed alone."""

@@ -47,7 +47,7 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> NewProcess:
 
 
 def struct(shape: tuple[int, ...]) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def code_of(directory: Path, some: int) -> bytes:
