@@ -48,6 +48,14 @@ def takes_group(code: Code, group: int, scale_dtype: str) -> bool:
     return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
 
 
+def takes_tokens(code: Code, group: int | None) -> bool:
+    """Tells whether tokens may be in the code of the matrix, and have a size for each group of inputs, as rows have.
+
+    A stage of the kernel is one group, or some of the inputs of a row that is one group (None).
+    """
+    return code == E4M3 and group in (LINE, None)
+
+
 def folds(code: Code, scale_dtype: str) -> bool:
     """Tells whether scales multiply numbers before the matrix unit, because their products have few enough bits."""
     return code == FLOAT4 and scale_dtype == "float8_e4m3fn"
@@ -81,13 +89,13 @@ def choose_tiles(
     group: how many inputs have one scale, in `scale_dtype`
     num_groups: the groups of rows of x, each of which has a matrix
 
-    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, if
-    those of the matrix are, and have one scale each.
+    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, as
+    `takes_tokens` tells.
     """
     out, size = matrix
     num_bytes = size // code.per_byte
     is_taken = out >= TILE and out % SWIZZLED_ROWS == 0 and size == filled_inputs(code, size, group)
-    is_of_codes = x.dtype.name == E4M3.name == code.name and group == size
+    is_of_codes = x.dtype.name == code.name and takes_tokens(code, None if group == size else group)
     if not is_taken or not (is_of_codes or x.dtype.name in KERNEL_DTYPES["gpu"]):
         return None
     if not takes_group(code, group, scale_dtype):
@@ -99,7 +107,8 @@ def choose_tiles(
     tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
     line = LINE if (tokens <= MOST_OF_LINES or is_of_codes) and num_bytes % LINE == 0 else HALF_LINE
     halves = min(HALVES, out // TILE)
-    stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
+    of_sizes = 4 if is_of_codes and group < size else 0
+    stage = halves * TILE * line + tokens * (line * code.per_byte * x.dtype.itemsize + of_sizes)
     staging = halves * TILE * tokens * 4
     stages = min((chip.shared_memory_per_block - RESERVED - staging) // stage, MOST_STAGES)
     # Few units would leave multiprocessors idle, so that several share a row.

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
 from jaxvllm.models.forms.few_bits import StoredAs
-from jaxvllm.models.published.parts import Part, by_group, stored
+from jaxvllm.models.published.parts import Part, ScaledCodes, by_group, stored
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+from pallas_kernels.quantized_matmul.code import E4M3
 
 FP8: Mapping[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -38,7 +40,8 @@ class Encoding(ABC):
 
     @property
     def rounds_tokens(self) -> bool:
-        """Whether the checkpoint is made for tokens that are rounded, one by one, to the code of the matrices."""
+        """Whether the checkpoint is made for tokens that are rounded as rows of the matrices are: each as a whole, or
+        each group of its inputs, to the same code."""
         return False
 
     @abstractmethod
@@ -69,6 +72,20 @@ def block_scales(
         f"{files.where(name)}: tensor {name} has shape {header.shape}: a matrix of shape {shape} has scales of shape "
         f"{' or '.join(map(str, grids))} under the quantization_config"
     )
+
+
+def with_input_scale(part: Part, files: WeightFiles, name: str) -> Part:
+    """Returns the part of the matrix `name`, with the scale of its tokens if it is in FP8 and a tensor says one.
+
+    Raises ValueError where that is not a positive number.
+    """
+    scale = f"{name.removesuffix('.weight')}.input_scale"
+    if not isinstance(part, ScaledCodes) or part.codes.code != E4M3 or (header := files.header(scale)) is None:
+        return part
+    values = files.tensor(scale, header.shape, DTYPES)
+    if values.size != 1 or not 0 < (value := np.float32(values.reshape(-1)[0])) < np.inf:
+        raise ValueError(f"{files.where(scale)}: tensor {scale} must be one positive number, not {values}")
+    return replace(part, input_scale=value)
 
 
 def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
