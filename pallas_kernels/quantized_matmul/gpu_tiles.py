@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT
-from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE
+from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE, matrix_unit_of
 from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, Code
 from pallas_kernels.quantized_matmul.registers import FOLDED_GROUP, WORD_BYTES
 
@@ -103,7 +103,9 @@ def choose_tiles(
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
     is_whole = group % (HALF_LINE * code.per_byte) == 0 or folds(code, scale_dtype)
-    most = TOKENS[-1] if is_whole else MOST_WITH_GROUPS
+    # Without wgmma both codes are operands in registers, and ptxas spills 52 bytes with 128 rows of tokens in FP8.
+    by_registers = is_of_codes and matrix_unit_of(chip) == "mma"
+    most = TOKENS[-1] if is_whole and not by_registers else MOST_WITH_GROUPS
     tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
     line = LINE if (tokens <= MOST_OF_LINES or is_of_codes) and num_bytes % LINE == 0 else HALF_LINE
     halves = min(HALVES, out // TILE)

@@ -63,8 +63,8 @@ class GpuGroups(ScaledGroups):
 
     rounds_tokens: whether tokens are rounded to the code of the rows, too: the largest number of each of their groups
         becomes the largest code
-    has_input_scale: whether tokens are divided by a scale that is stored, and rounded to the code of the rows. Of the
-        scales of the tensors that a matrix is made of, it is the largest
+    has_input_scale: whether tokens are divided by a scale that is stored, and rounded to the code of the rows. A matrix
+        that is made of several tensors has the largest of their scales
     """
 
     rounds_tokens: bool = field(default=False, kw_only=True)

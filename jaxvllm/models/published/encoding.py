@@ -1,5 +1,6 @@
 """`Encoding`: how a checkpoint stores its matrices in few bits, and the scales that encodings have in common."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -75,16 +76,17 @@ def block_scales(
 
 
 def with_input_scale(part: Part, files: WeightFiles, name: str) -> Part:
-    """Returns the part of the matrix `name`, with the scale of its tokens if it is in FP8 and a tensor says one.
+    """Returns the part of the matrix `name`, with the scale of its tokens if it is in FP8 and a tensor has just one.
 
     Raises ValueError where that is not a positive number.
     """
     scale = f"{name.removesuffix('.weight')}.input_scale"
-    if not isinstance(part, ScaledCodes) or part.codes.code != E4M3 or (header := files.header(scale)) is None:
+    header = files.header(scale)
+    if not isinstance(part, ScaledCodes) or part.codes.code != E4M3 or header is None or math.prod(header.shape) != 1:
         return part
-    values = files.tensor(scale, header.shape, DTYPES)
-    if values.size != 1 or not 0 < (value := np.float32(values.reshape(-1)[0])) < np.inf:
-        raise ValueError(f"{files.where(scale)}: tensor {scale} must be one positive number, not {values}")
+    value = np.float32(files.tensor(scale, header.shape, DTYPES).reshape(-1)[0])
+    if not 0 < value < np.inf:
+        raise ValueError(f"{files.where(scale)}: tensor {scale} must be a positive number, not {value}")
     return replace(part, input_scale=value)
 
 
