@@ -123,7 +123,7 @@ def count(name: str, tools: Path) -> dict[str, dict[str, Any]]:
             ptx = directory / "ptx" / f"{case.name}.ptx"
             x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16)  # type: ignore[no-untyped-call]
             tiles = choose_tiles(x, (case.size_out, case.size_in), case.code, case.group, case.scale_dtype, 1, chip)
-            if tiles is None or not ptx.is_file():
+            if tiles is None or case.rounds_tokens or not ptx.is_file():  # in codes, no code is decoded
                 continue
             # A stage has `line` bytes of codes of each row, and a part of its scales and zeros.
             share = case.num_bytes / (case.size_out * case.size_in / case.code.per_byte)

@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 from tools.kernel_resources import KernelResources
 
-# ok: the program compiled and meets its limits of memory. refused: a NotImplementedError, which names an alternative.
+# ok: the program compiled, and meets its limits of memory and of spilled registers. refused: a NotImplementedError,
+# which names an alternative.
 Status = Literal["ok", "refused", "failed"]
 # attention, experts, quantized, states: only the kernels, over layers. step: the engine's step around them.
 Kind = Literal["attention", "experts", "quantized", "states", "step"]

@@ -54,6 +54,7 @@ from pallas_kernels.linear_attention.cases import (
     StateCase,
 )
 from pallas_kernels.linear_attention.cases import SERVING as STATES_SERVING
+from pallas_kernels.mosaic_gpu import matrix_unit_of
 from pallas_kernels.quantized_matmul.cases import SERVING as QUANTIZED_SERVING
 from pallas_kernels.quantized_matmul.cases import QuantizedCase
 from pallas_kernels.ragged_paged_attention import (
@@ -255,7 +256,8 @@ STAGES, STAGED_FORMS = MeshShape(1, 1, stages=2), ("decode", "burst", "mixed")
 class Program:
     """Compiles for a mesh. Each device must update `in_place_bytes` in place and copy nothing of `copy_bytes` or more.
 
-    A copy would be one of its temporaries or, on a TPU, an array in VMEM.
+    A copy would be one of its temporaries or, on a TPU, an array in VMEM. None of its kernels for GPUs may spill
+    registers, unless it `may_spill`.
     """
 
     name: str
@@ -263,6 +265,7 @@ class Program:
     in_place_bytes: int  # of pages and of the slots' state
     copy_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
+    may_spill: bool = False
 
 
 def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
@@ -326,7 +329,11 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads are an eighth of it, in float32 a quarter.
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
-    return Program(name, MeshShape(1, 1), _num_bytes(pages), min(codes // LAYERS, *scales, codes), compile_for)
+    copy_bytes = min(codes // LAYERS, *scales, codes)
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper. docs/kernels.md says what others spill.
+    is_hopper = isinstance(backend.chip, GpuChip) and matrix_unit_of(backend.chip) == "wgmma"
+    keeps_all = is_hopper and (case.latent_size or (case.kv_dtype and case.head_size == 128))
+    return Program(name, MeshShape(1, 1), _num_bytes(pages), copy_bytes, compile_for, may_spill=not keeps_all)
 
 
 def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend, mesh: Mesh) -> jax.stages.Compiled:
@@ -423,7 +430,9 @@ def _experts_program(case: GroupedCase, backend: Backend) -> Program:
 
 def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
     """Compiles a scan over the matrices of layers, or returns None where no kernel multiplies by their codes."""
-    form = FewBitsForms(backend).of(StoredAs(case.code, case.group, case.scale_dtype, case.has_zeros), case.group)
+    group = None if case.group == case.size_in else case.group
+    stored = StoredAs(case.code, group, case.scale_dtype, case.has_zeros, case.rounds_tokens)
+    form = FewBitsForms(backend).of(stored, group)
     if form is None or not form.reads_stacks:
         return None
 

@@ -67,6 +67,8 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     seconds = time.monotonic() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and hlo is not None, "every compiler of ours tells"
+    kernels = read_resources(dumps, hlo)
+    spilling = next((kernel for kernel in kernels if kernel.spills_on_gpu), None)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     vmem_array_bytes, vmem_array = largest_vmem_array(hlo) if on_tpu else (0, "")
     message = ""
@@ -76,6 +78,8 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
         message = f"temporaries reach {program.copy_bytes} bytes: pages or a weight are copied"
     elif vmem_array_bytes >= program.copy_bytes:
         message = f"{vmem_array} in VMEM reaches {program.copy_bytes} bytes: pages or a weight are copied"
+    elif spilling is not None and not program.may_spill:
+        message = f"{spilling.name} spills {spilling.spill_bytes} bytes of registers"
     return Outcome(
         program.name,
         "failed" if message else "ok",
@@ -84,7 +88,7 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         vmem_array_bytes,
-        read_resources(dumps, hlo),
+        kernels,
     )
 
 

@@ -24,6 +24,11 @@ class KernelResources:
     registers: int | None = None  # of a thread
     spill_bytes: int | None = None  # of all spilled vector registers, on a GPU of one thread
 
+    @property
+    def spills_on_gpu(self) -> bool:
+        """Whether threads of a GPU keep registers in memory. Kernels for TPUs may: docs/kernels.md lists those."""
+        return self.registers is not None and bool(self.spill_bytes)
+
 
 def dump_environment(directory: Path) -> dict[str, str]:
     """Returns the environment with which a process's compilers write to `directory`."""

@@ -10,6 +10,7 @@ class QuantizedCase:
     """Rows [num_rows, size_in] times a matrix [size_out, size_in], whose elements are (code - zero) * scale.
 
     group: how many inputs of a row of the matrix have one scale, and one zero if there are zeros
+    rounds_tokens: whether rows are rounded to the code as well, with a scale for each group
     """
 
     name: str
@@ -20,6 +21,7 @@ class QuantizedCase:
     size_in: int
     size_out: int
     has_zeros: bool = False
+    rounds_tokens: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -62,6 +64,13 @@ SERVING = (
     replace(_QWEN3_8B, name="qwen3-8b-down-awq-decode-16", scale_dtype="float16", size_in=12288, size_out=4096,
             num_rows=16, has_zeros=True),
     QuantizedCase("qwen3-8b-gate-up-fp8-decode-16", E4M3, 128, "float32", 16, 4096, 24576),
+    # DeepSeek V3's widest matrix, and rows with one scale, as tokens have then.
+    QuantizedCase("deepseek-v3-gate-up-fp8-tokens-decode-16", E4M3, 128, "float32", 16, 7168, 36864,
+                  rounds_tokens=True),
+    QuantizedCase("deepseek-v3-gate-up-fp8-tokens-prefill-2048", E4M3, 128, "float32", 2048, 7168, 36864,
+                  rounds_tokens=True),
+    QuantizedCase("qwen3-8b-gate-up-fp8-tokens-prefill-2048", E4M3, 4096, "float32", 2048, 4096, 24576,
+                  rounds_tokens=True),
     QuantizedCase("llama-3-70b-eighth-down-int8-decode-16", INT8, 128, "bfloat16", 16, 3584, 8192),
     QuantizedCase("gpt-oss-20b-expert-mxfp4-decode-4", FLOAT4, 32, "float8_e8m0fnu", 4, 2880, 5760),
     QuantizedCase("nvfp4-decode-16", FLOAT4, 16, "float8_e4m3fn", 16, 4096, 4096),

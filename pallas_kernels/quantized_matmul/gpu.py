@@ -53,8 +53,8 @@ def quantized_matmul(
     starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary.
     None: all rows are of one group
     row_scales  # f32[matrices, out, 1]: each row of a matrix is multiplied by its own, too, if they are given
-    sizes  # f32[N], of rows x in the dtype of `code`, which are multiplied by them. A matrix unit multiplies codes
-    then, and `scales` are not read.
+    sizes  # f32[groups, N], of rows x in the dtype of `code`, whose inputs are multiplied by those of their groups. A
+    matrix unit multiplies codes then. With `row_scales` a row has one size, f32[1, N], and `scales` are not read.
 
     A matrix has `panels` of as many rows each. Codes may have more rows at the end of each panel, which scales and the
     result lack.
@@ -84,6 +84,11 @@ def quantized_matmul(
     )
     # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.
     x = jnp.pad(build.reordered(x), ((0, max(-num_rows % ALIGNMENT, tiles.tokens - num_rows)), (0, 0)))
+    if sizes is not None:
+        # A tile begins at a multiple of eight rows, and the last ones of all parts may end beyond the last of them.
+        beyond = -num_rows % ALIGNMENT + tiles.tokens
+        stages = build.steps * tiles.splits if build.rounds_groups else 1
+        sizes = jnp.pad(sizes, ((0, stages - len(sizes)), (0, beyond)))
     # The first matrix is an operand of its own, so that the visits of one group are constants: XLA would write them in
     # each layer otherwise, by a kernel before each product.
     visits, num_visits = (
@@ -133,7 +138,7 @@ def quantized_matmul(
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(_: jax.Array) -> None:
-            filled = walk(lambda unit, done: build.fetch(unit, done, x, codes, memory))
+            filled = walk(lambda unit, done: build.fetch(unit, done, x, codes, sizes, memory))
             drain(memory["free"], tiles.stages, filled)
 
         fetch_in(thread == HALVES, fetch)
@@ -157,7 +162,7 @@ def quantized_matmul(
         scales,
         scales if zeros is None else zeros,
         scales if row_scales is None else row_scales,
-        scales if sizes is None else jnp.pad(sizes, (0, -num_rows % tiles.tokens)),
+        scales if sizes is None else sizes,
         visits,
         num_visits,
         jnp.asarray(first, jnp.int32).reshape(1),

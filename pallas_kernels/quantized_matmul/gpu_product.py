@@ -82,6 +82,11 @@ class QuantizedProduct:
         return self.dtype.name == self.code.name
 
     @property
+    def rounds_groups(self) -> bool:
+        """Whether rows of x have a size for each group of inputs, as those of the matrix have. It is a stage then."""
+        return self.is_of_codes and not self.has_row_scales
+
+    @property
     def folds(self) -> bool:
         """Whether numbers are multiplied by their scales in registers, before they are added up."""
         return folds(self.code, self.scale_dtype)
@@ -102,13 +107,16 @@ class QuantizedProduct:
         lanes = next(lanes for lanes in SWIZZLES if self.size % lanes == 0 and self.unit % lanes == 0)
         of_codes = next(lanes for lanes in (self.tiles.line, *SWIZZLES) if row_bytes % lanes == 0)
         lanes, dtype = (of_codes, self.dtype) if self.is_of_codes else (lanes, jnp.dtype(jnp.uint8))
-        return {
+        memory = {
             "rows": swizzled((stages, self.tiles.tokens, self.inputs), self.dtype, lanes),
             "matrices": swizzled((stages, self.columns, self.tiles.line), dtype, of_codes),
             "staging": plgpu.SMEM((self.tiles.halves, self.tiles.tokens, TILE), out_dtype),
-            "here": barriers(2, stages),
+            "here": barriers(3 if self.rounds_groups else 2, stages),
             "free": barriers(self.tiles.halves, stages),
         }
+        if self.rounds_groups:
+            memory["token_sizes"] = plgpu.SMEM((stages, self.tiles.tokens), jnp.float32)
+        return memory
 
     def reordered(self, x: jax.Array) -> jax.Array:
         """Returns x [N, in] with its columns in the order in which registers give those of the matrix to a matrix unit.
@@ -124,8 +132,15 @@ class QuantizedProduct:
         order = x.reshape(len(x), -1, 4, 2, pairs).transpose(0, 1, 4, 2, 3)
         return order.reshape(x.shape)
 
-    def fetch(self, unit: QuantizedUnit, done: jax.Array, x: Ref, codes: Ref, memory: dict[str, Ref]) -> None:
-        """Copies the rows and the codes of a unit into the stages, each as soon as it is free."""
+    def fetch(
+        self, unit: QuantizedUnit, done: jax.Array, x: Ref, codes: Ref, sizes: Ref, memory: dict[str, Ref]
+    ) -> None:
+        """Copies the rows and the codes of a unit into the stages, each as soon as it is free.
+
+        The sizes f32[groups, N] of rows come with them, where each group of inputs has some.
+        """
+        # As in attention's `gpu.fetch`: those of eight rows are 32 bytes, which only a plain copy may write anywhere.
+        plain = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
         @pl.loop(0, self.steps)
         def _(step: jax.Array) -> None:
@@ -142,6 +157,9 @@ class QuantizedProduct:
             plgpu.copy_gmem_to_smem(source, memory["matrices"].at[slot], here)
             source = x.at[pl.ds(unit.tile, self.tiles.tokens), pl.ds(number * self.inputs, self.inputs)]
             plgpu.copy_gmem_to_smem(source, memory["rows"].at[slot], here)
+            if self.rounds_groups:
+                source = sizes.at[number, pl.ds(unit.tile, self.tiles.tokens)]
+                plgpu.copy_gmem_to_smem(source, memory["token_sizes"].at[slot], here, oob_mode=plain)
 
     def compute(
         self,
@@ -164,7 +182,7 @@ class QuantizedProduct:
             return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
 
         def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-            if self.is_of_codes:
+            if self.is_of_codes and not self.rounds_groups:
                 return (), ()
             if self.folds:
                 count = self.inputs // self.group
@@ -179,7 +197,11 @@ class QuantizedProduct:
             codes, rows = memory["matrices"].at[slot, pl.ds(half * TILE, TILE)], memory["rows"].at[slot]
             if self.is_of_codes:
                 # Hopper adds up products of FP8 with fewer bits than float32 has, so each stage is added up alone.
-                total += self._products([(codes, rows.transpose((1, 0)))])[0]
+                [sums] = self._products([(codes, rows.transpose((1, 0)))])
+                if self.rounds_groups:
+                    sums *= lax.broadcast_in_dim(_as_float(scales[0], self.scale_dtype), sums.shape, (0,))
+                    sums *= lax.broadcast_in_dim(self._of_tokens(memory["token_sizes"].at[slot]), sums.shape, (1,))
+                total += sums
             else:
                 total = self._plus(total, self.registers.words(codes), rows, scales, zeros, factors.masks)
             plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
@@ -194,8 +216,8 @@ class QuantizedProduct:
         if self.has_row_scales:
             [of_row] = self.registers.row_values(factors.of_rows, unit.matrix, column, jnp.int32(0), 1)
             total = total * lax.broadcast_in_dim(of_row.astype(jnp.float32) * lost, total.shape, (0,))
-        if self.is_of_codes:
-            sizes = self._of_tokens(factors.of_tokens.at[pl.ds(unit.tile, self.tiles.tokens)])
+        if self.is_of_codes and not self.rounds_groups:
+            sizes = self._of_tokens(factors.of_tokens.at[0, pl.ds(unit.tile, self.tiles.tokens)])
             total = total * lax.broadcast_in_dim(sizes, total.shape, (1,))
         staging = memory["staging"].at[half]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -236,7 +258,7 @@ class QuantizedProduct:
         return total
 
     def _of_tokens(self, sizes: Ref) -> jax.Array:
-        """Loads f32[tokens] from global memory as the columns of sums are held."""
+        """Loads f32[tokens] as the columns of sums are held."""
         if self.interpret:
             return sizes[...]
         return plgpu.load(sizes, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import KERNEL_DTYPES
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT
-from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE
+from pallas_kernels.mosaic_gpu import RESERVED, SWIZZLED_ROWS, TILE, matrix_unit_of
 from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, Code
 from pallas_kernels.quantized_matmul.registers import FOLDED_GROUP, WORD_BYTES
 
@@ -48,6 +48,14 @@ def takes_group(code: Code, group: int, scale_dtype: str) -> bool:
     return gcd(group, HALF_LINE * code.per_byte) >= 4 * WORD_BYTES * code.per_byte
 
 
+def takes_tokens(code: Code, group: int | None) -> bool:
+    """Tells whether tokens may be in the code of the matrix, and have a size for each group of inputs, as rows have.
+
+    A stage of the kernel is one group, or some of the inputs of a row that is one group (None).
+    """
+    return code == E4M3 and group in (LINE, None)
+
+
 def folds(code: Code, scale_dtype: str) -> bool:
     """Tells whether scales multiply numbers before the matrix unit, because their products have few enough bits."""
     return code == FLOAT4 and scale_dtype == "float8_e4m3fn"
@@ -81,13 +89,13 @@ def choose_tiles(
     group: how many inputs have one scale, in `scale_dtype`
     num_groups: the groups of rows of x, each of which has a matrix
 
-    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, if
-    those of the matrix are, and have one scale each.
+    A matrix must have rows and inputs as `filled_rows` and `filled_inputs` tell. Rows x may be in E4M3 themselves, as
+    `takes_tokens` tells.
     """
     out, size = matrix
     num_bytes = size // code.per_byte
     is_taken = out >= TILE and out % SWIZZLED_ROWS == 0 and size == filled_inputs(code, size, group)
-    is_of_codes = x.dtype.name == E4M3.name == code.name and group == size
+    is_of_codes = x.dtype.name == code.name and takes_tokens(code, None if group == size else group)
     if not is_taken or not (is_of_codes or x.dtype.name in KERNEL_DTYPES["gpu"]):
         return None
     if not takes_group(code, group, scale_dtype):
@@ -95,11 +103,14 @@ def choose_tiles(
     # The tile of a group of rows begins up to seven rows before them.
     rows = pl.cdiv(len(x), num_groups) + (ALIGNMENT - 1 if num_groups > 1 else 0)
     is_whole = group % (HALF_LINE * code.per_byte) == 0 or folds(code, scale_dtype)
-    most = TOKENS[-1] if is_whole else MOST_WITH_GROUPS
+    # Without wgmma both codes are operands in registers, and ptxas spills 52 bytes with 128 rows of tokens in FP8.
+    by_registers = is_of_codes and matrix_unit_of(chip) == "mma"
+    most = TOKENS[-1] if is_whole and not by_registers else MOST_WITH_GROUPS
     tokens = next(tokens for tokens in TOKENS if tokens >= min(rows, most))
     line = LINE if (tokens <= MOST_OF_LINES or is_of_codes) and num_bytes % LINE == 0 else HALF_LINE
     halves = min(HALVES, out // TILE)
-    stage = halves * TILE * line + tokens * line * code.per_byte * x.dtype.itemsize
+    of_sizes = 4 if is_of_codes and group < size else 0
+    stage = halves * TILE * line + tokens * (line * code.per_byte * x.dtype.itemsize + of_sizes)
     staging = halves * TILE * tokens * 4
     stages = min((chip.shared_memory_per_block - RESERVED - staging) // stage, MOST_STAGES)
     # Few units would leave multiprocessors idle, so that several share a row.

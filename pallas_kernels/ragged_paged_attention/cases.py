@@ -158,9 +158,17 @@ CASES = (
 def _serving() -> tuple[RaggedCase, ...]:
     """Returns decode at every batch size and context, and prefill of one prompt, for 8B to 70B models (8 KV heads).
 
-    The last cases have latents, with the heads of DeepSeek V3 on eight devices and on one, and of GLM-4.7-Flash.
+    Others have latents, with the heads of DeepSeek V3 on eight devices and on one, and of GLM-4.7-Flash; the last ones
+    have codes of eight bits.
     """
     shapes = [(heads, head_size) for head_size in (128, 64) for heads in (8, 32, 64)]
+    kinds: tuple[tuple[str, Codes, bool], ...] = (
+        ("int8", "int8", False),
+        ("int8", "int8", True),
+        ("fp8", "float8_e4m3fn", False),
+        ("fp8", "float8_e4m3fn", True),
+        ("e5m2", "float8_e5m2", False),
+    )
     decodes = [(batch, context) for batch in (1, 8, 64, 256) for context in (512, 4096, 32768)]
     return tuple(
         RaggedCase(
@@ -189,24 +197,25 @@ def _serving() -> tuple[RaggedCase, ...]:
             ("prefill-512-of-8192", (RowCase(512, 8192),), (16, 20, 128)),
         )
         for heads in all_heads
-    ) + (
-        RaggedCase(
-            "decode-64x4096-q128-latent-fp8", 128, 1, 576, SERVING_PAGE_SIZE, 64, (RowCase(1, 4096),) * 64,
-            kv_dtype="float8_e4m3fn", latent_size=512,
-        ),
     ) + tuple(
         # Llama 3 8B, and DeepSeek V3 on eight devices.
         RaggedCase(
-            f"{name}-int8-by-token", heads, 1 if latent_size else 8, 576 if latent_size else 128, page_size,
-            len(rows) * rows[0].query_len, rows, kv_dtype="int8", by_token=True, latent_size=latent_size,
+            f"{name}-{kind}{'-by-token' if by_token else ''}", heads, 1 if latent_size else 8,
+            576 if latent_size else 128, SERVING_PAGE_SIZE, len(rows) * rows[0].query_len, rows, kv_dtype=codes,
+            by_token=by_token, latent_size=latent_size,
         )
-        for name, rows, heads, page_size, latent_size in (
-            ("decode-64x4096-heads", (RowCase(1, 4096),) * 64, 32, SERVING_PAGE_SIZE, None),
-            # The engine's default, whose scales are the smallest copies.
-            ("decode-64x4096-pages-of-16", (RowCase(1, 4096),) * 64, 32, 16, None),
-            ("prefill-2048-heads", (RowCase(2048, 2048),), 32, SERVING_PAGE_SIZE, None),
-            ("decode-64x4096-latent", (RowCase(1, 4096),) * 64, 16, SERVING_PAGE_SIZE, 512),
+        for kind, codes, by_token in kinds
+        for name, rows, heads, latent_size in (
+            ("decode-64x4096-heads", (RowCase(1, 4096),) * 64, 32, None),
+            ("prefill-2048-heads", (RowCase(2048, 2048),), 32, None),
+            ("decode-64x4096-latent", (RowCase(1, 4096),) * 64, 16, 512),
         )
+    ) + (
+        # The engine's default, whose scales are the smallest copies.
+        RaggedCase("decode-64x4096-pages-of-16-int8-by-token", 32, 8, 128, 16, 64, (RowCase(1, 4096),) * 64,
+                   kv_dtype="int8", by_token=True),
+        RaggedCase("decode-64x4096-q128-latent-fp8", 128, 1, 576, SERVING_PAGE_SIZE, 64, (RowCase(1, 4096),) * 64,
+                   kv_dtype="float8_e4m3fn", latent_size=512),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
@@ -157,6 +158,52 @@ def test_tokens_in_fp8_are_multiplied_as_they_are() -> None:
     exact = np.einsum("ti,hoi,t,ho->tho", codes, weights, sizes, scales)
     for product in products:
         np.testing.assert_allclose(product, exact, rtol=0, atol=2e-6 * np.abs(exact).max() * 8)
+
+
+def fixed_scales(shape: tuple[int, ...], _: int) -> dict[str, np.ndarray]:
+    """A matrix in FP8 with one scale, and the scale of its tokens, which differs between tensors of different sizes."""
+    values = np.random.default_rng(shape[0]).normal(0, 50, shape).astype(ml_dtypes.float8_e4m3fn)
+    return {
+        "weight": values,
+        "weight_scale": np.full((), 1e-3, np.float32),
+        "input_scale": np.full((), shape[0] / 20000, np.float32),
+    }
+
+
+def block_scales(shape: tuple[int, ...], seed: int) -> dict[str, np.ndarray]:
+    grid = tuple(-(-size // 128) for size in shape)
+    scales = np.random.default_rng(seed).uniform(1e-3, 2e-3, grid).astype(np.float32)
+    return {"weight": fixed_scales(shape, seed)["weight"], "weight_scale_inv": scales}
+
+
+@pytest.mark.parametrize("kind", ["blocks", "fixed"])
+def test_tokens_are_rounded_as_a_checkpoint_says(kind: str, tmp_path: Path) -> None:
+    """In groups of 128 inputs, of which `down` has two, or with a scale that a file has: the largest of q, k and v."""
+    fixture = resized(qwen(), {96: 160}, intermediate_size=160)
+    if kind == "blocks":
+        settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        path = of_projections(tmp_path, fixture, settings, block_scales)
+    else:
+        path = of_projections(tmp_path, fixture, {"quant_method": "modelopt", "quant_algo": "FP8"}, fixed_scales)
+    forms = Forms(stored=FewBitsForms(Backend("gpu", FORM.chip, interpret=True)))
+    params, plain = load(path, forms), load(path, Forms())
+    for name in ("qkv", "down"):
+        node, exact = params["layers"][0][name], np.asarray(plain["layers"][0][name], np.float64)
+        assert (node.form.rounds_tokens, node.form.has_input_scale) == (kind == "blocks", kind == "fixed")
+        # Some numbers are larger than the largest code times the scale of a file.
+        x = jnp.asarray(np.random.default_rng(3).standard_normal((3, exact.shape[-1])), jnp.bfloat16)
+        tokens = np.asarray(x, np.float32)
+        if kind == "blocks":
+            groups = [tokens[:, start : start + 128] for start in range(0, tokens.shape[1], 128)]
+            scales = [np.abs(group).max(1, keepdims=True) * np.float32(1 / 448) for group in groups]
+            scale = np.concatenate([np.broadcast_to(s, g.shape) for s, g in zip(scales, groups, strict=True)], 1)
+        else:
+            scale = np.float32((48 if name == "down" else 64) / 20000)
+            assert (np.abs(tokens) > 448 * scale).any()
+        tokens = np.clip(tokens / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        y = jax.jit(lambda x, node=node: node.form.product(x, node.arrays, jnp.float32))(x)
+        expected = np.einsum("ti,...i->t...", tokens, exact)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("name", "inputs", "size"), [("nvfp4", 96, 1), ("nvfp4", 96, 2), ("int8", 97, 1)])

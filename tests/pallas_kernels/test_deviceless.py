@@ -244,6 +244,8 @@ def test_a_copy_to_vmem_is_found() -> None:
             [
                 "attention/decode-gqa/gpu",
                 "attention/mixed-sinks/gpu",
+                "attention/prefill-2048-heads-int8/gpu",
+                "attention/decode-64x4096-latent-fp8/gpu",
                 "experts/qwen3-30b-decode-64/gpu",
                 "quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu",
                 "states/nemotron-nano-decode-64/gpu",

@@ -27,6 +27,7 @@ from tests.pallas_kernels.test_quantized_matmul import Stored, rows
 GPUS = {name: replace(chip, num_sms=2) for name, chip in CHIPS.items() if isinstance(chip, GpuChip)}
 BY_NAME = {case.name: case for case in CASES}
 NVFP4 = replace(BY_NAME["nvfp4"], scale_dtype="float8_e4m3fn", size_in=192, size_out=72)
+POWERS = replace(BY_NAME["fp8-blocks"], scale_dtype="float8_e8m0fnu", size_in=256, size_out=72)
 FIRST = 1  # the matrices follow that of another layer, whose scales are NaN
 SUMS = 2e-6  # of the size of the largest sum: sums in float32 of elements that nobody has rounded
 
@@ -62,6 +63,9 @@ WAYS = (
     Way(replace(BY_NAME["int4"], size_in=384, group=96), QuantizedTiles(8, 1, 64, 2, 2)),
     Way(NVFP4, QuantizedTiles(8, 2, 64, 2, 1), "b200", "float16", counts=(1, 0, 3)),
     Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 2, 64, 2, 1), dtype="float16", counts=(3, 0, 12)),
+    # Tokens in FP8, too, with a size for each group: of three, the second part of the inputs has one.
+    Way(BY_NAME["fp8-blocks"], QuantizedTiles(16, 2, 128, 2, 2), dtype="float8_e4m3fn"),
+    Way(POWERS, QuantizedTiles(8, 1, 128, 2, 1), "b200", "float8_e4m3fn", counts=(3, 0, 9)),
 )
 
 
@@ -69,7 +73,11 @@ WAYS = (
 def test_equals_float64(way: Way) -> None:
     case, chip = way.case, GPUS[way.chip]
     counts = way.counts or (case.num_rows,)
-    stored, x = Stored.random(case, FIRST + len(counts)), rows(case, way.dtype)
+    stored, x, sizes = Stored.random(case, FIRST + len(counts)), rows(case, way.dtype), None
+    exact = np.asarray(x, np.float64)
+    if way.dtype == case.code.name:
+        sizes = np.random.default_rng(5).uniform(0.5, 2, (case.num_groups, len(x))).astype(np.float32)
+        exact *= np.repeat(sizes.T, case.group, axis=1)
     matrices = stored.matrices[FIRST:]
     scales = jnp.asarray(stored.scales)
     if case.scale_dtype.startswith("float8"):
@@ -93,9 +101,9 @@ def test_equals_float64(way: Way) -> None:
     zeros = None if stored.zeros is None else jnp.asarray(stored.zeros)
     own_starts = jnp.asarray(starts) if way.counts else None
     of_rows = None if stored.row_scales is None else jnp.asarray(stored.row_scales)
-    result = jax.jit(multiply)(x, jnp.asarray(stored.codes), scales, zeros, own_starts, jnp.int32(FIRST), of_rows)
+    operands = x, jnp.asarray(stored.codes), scales, zeros, own_starts, jnp.int32(FIRST), of_rows, sizes
+    result = jax.jit(multiply)(*operands)
     assert (result.shape, result.dtype) == ((len(x), case.size_out), jnp.float32)
-    exact = np.asarray(x, np.float64)
     for group, matrix in enumerate(matrices):
         own = slice(starts[group], starts[group + 1])
         error = np.abs(np.asarray(result[own], np.float64) - exact[own] @ matrix.T)
@@ -215,7 +223,7 @@ def test_tiles_of_models(name: str) -> None:
     chip = CHIPS[name]
     assert isinstance(chip, GpuChip)
     for case in SERVING:
-        tiles = tiles_of(case, chip)
+        tiles = tiles_of(case, chip, case.code.name if case.rounds_tokens else "bfloat16")
         assert tiles is not None and tiles.stages >= 4 and tiles.tokens >= min(case.num_rows, 64)
         # Half of the multiprocessors at least are busy, as far as units have a thousand inputs.
         units = -(-case.num_rows // tiles.tokens) * -(-case.size_out // 128) * tiles.splits

@@ -119,6 +119,7 @@ def test_resources_of_a_gpu_kernel(tmp_path: Path) -> None:
         "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\nptxas info    : Used 134 registers\n"
     )
     expected = KernelResources("attend_0", shared_memory_bytes=65536, registers=134, spill_bytes=12)
+    assert expected.spills_on_gpu
     assert read_resources(tmp_path, "") == (expected,)
 
 

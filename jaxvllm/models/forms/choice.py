@@ -16,7 +16,7 @@ from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.gpu_experts import GpuExperts
-from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group
+from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group, takes_tokens
 from jaxvllm.models.forms.in_parts import InParts
 from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.packed import Packed, PackedInSteps
@@ -85,6 +85,7 @@ class FewBitsForms:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
+        has_input_scale = stored.has_input_scale and not of_experts and takes_tokens(stored.code, group)
         if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
             return GpuGroups(
                 stored.code,
@@ -92,7 +93,8 @@ class FewBitsForms:
                 stored.scale_dtype,
                 stored.has_zeros,
                 self.shards,
-                rounds_tokens=stored.is_by_row and stored.rounds_tokens and not of_experts and stored.code == E4M3,
+                rounds_tokens=stored.rounds_tokens and not of_experts and takes_tokens(stored.code, group),
+                has_input_scale=has_input_scale,
                 chip=chip,
                 interpret=self.backend.interpret,
             )

@@ -26,10 +26,12 @@ class StoredAs:
     group: how many elements in a row of `in` share a scale, and a zero or a minimum, or None: all of them
     has_zeros: whether the matrix says which number stands for 0
     scale_dtype: scales in float8_e4m3fn are multiplied by one in float32, which all elements of a row have (NVFP4)
-    rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied
+    rounds_tokens: whether tokens are meant to be rounded to the same code before they are multiplied, with a scale for
+        each group of their inputs, or one for all of them
     span: how many elements in a row share a factor in float16, or None: there are no factors. With them, scales are
         integers of eight bits at most, and each is multiplied by its factor. Minima have factors of their own
     has_mins: whether a minimum is subtracted from code * scale, and no zero from the code
+    has_input_scale: whether tokens are meant to be rounded to the same code with a scale that is stored, too
     """
 
     code: Code
@@ -39,6 +41,7 @@ class StoredAs:
     rounds_tokens: bool = False
     span: int | None = None
     has_mins: bool = False
+    has_input_scale: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.has_zeros and self.has_mins), self
@@ -96,7 +99,7 @@ class Elements:
     Scales, zeros, minima and factors fill arrays f32, and codes fill an array with one code in each byte. What is not
     stored leaves arrays as they are. Some checkpoints are read faster by words: `words` and `high_words` fill arrays
     u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`. Scales contain
-    `tensor_scales`, which are those of whole tensors, or 1.
+    `tensor_scales`, which are those of whole tensors, or 1. Tokens may have `input_scales`, one for each tensor.
     """
 
     codes: Fill
@@ -106,12 +109,13 @@ class Elements:
     mins: Fill = nothing
     min_factors: Fill = nothing
     tensor_scales: Fill = nothing
+    input_scales: Fill = nothing
     words: Fill | None = None
     high_words: Fill | None = None
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of those for single elements."""
-        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:7]))
+        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:8]))
 
     def moved(self, by: tuple[int, ...]) -> "Elements":
         """Returns the functions for the elements that begin there, which is 0 along the inputs."""
@@ -234,6 +238,17 @@ def of_rows(values: Fill) -> Fill:
         first = np.zeros((*out.shape, 1), np.float32)
         values(first, (*start, 0))
         out[...] = first[..., 0]
+
+    return fill
+
+
+def largest_of_rows(values: Fill, rows: int) -> Fill:
+    """Returns the function that fills [.., 1, 1] with the largest value that `rows` of elements begin with."""
+
+    def fill(out: np.ndarray, start: tuple[int, ...]) -> None:
+        first = np.zeros((*out.shape[:-2], rows, 1), np.float32)
+        values(first, start)
+        out[...] = first.max(axis=-2, keepdims=True)
 
     return fill
 

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.few_bits import Elements, as_dtype, at_least, of_groups, packed, quotient
+from jaxvllm.models.forms.few_bits import Elements, as_dtype, at_least, largest_of_rows, of_groups, packed, quotient
 from jaxvllm.models.forms.filled_up import spread_fill, with_zeros
 from jaxvllm.models.forms.form import Arrays, Experts
 from jaxvllm.models.forms.scaled_groups import CODES, SCALES, ZEROS, ScaledGroups, held_dtype
@@ -23,7 +23,7 @@ from pallas_kernels.chips import GpuChip
 from pallas_kernels.quantized_matmul.code import E4M3, Code
 from sharding.rules import MODEL, partition_spec
 
-ROW_SCALES = "row_scales"
+ROW_SCALES, INPUT_SCALES = "row_scales", "input_scales"
 
 
 def takes_group(code: Code, group: int, scale_dtype: str) -> bool:
@@ -31,6 +31,13 @@ def takes_group(code: Code, group: int, scale_dtype: str) -> bool:
     from pallas_kernels.quantized_matmul import gpu_tiles
 
     return gpu_tiles.takes_group(code, group, scale_dtype)
+
+
+def takes_tokens(code: Code, group: int | None) -> bool:
+    """Tells whether the kernel takes tokens that are rounded to the code, with a size for each group of inputs."""
+    from pallas_kernels.quantized_matmul import gpu_tiles
+
+    return gpu_tiles.takes_tokens(code, group)
 
 
 @dataclass(frozen=True)
@@ -54,10 +61,14 @@ class GpuGroups(ScaledGroups):
     Zeros follow the inputs and the rows of each device's codes, up to the sizes that the kernel takes, and the groups
     of its scales. Where no row is divided among devices, the last group may have fewer inputs than the others.
 
-    rounds_tokens: whether tokens are rounded to the code of rows that have one scale each, as `RoundedTokens` tells
+    rounds_tokens: whether tokens are rounded to the code of the rows, too: the largest number of each of their groups
+        becomes the largest code
+    has_input_scale: whether tokens are divided by a scale that is stored, and rounded to the code of the rows. A matrix
+        that is made of several tensors has the largest of their scales
     """
 
     rounds_tokens: bool = field(default=False, kw_only=True)
+    has_input_scale: bool = field(default=False, kw_only=True)
     chip: GpuChip = field(kw_only=True)
     interpret: bool = field(default=False, kw_only=True)
 
@@ -81,7 +92,8 @@ class GpuGroups(ScaledGroups):
 
         rows, inputs = shape[-2] // parts_out, shape[-1] // parts_in
         group = None if self.group is None else self._group(inputs)
-        if self.group and group and parts_in == 1 and not takes_group(self.code, group, self.scale_dtype):
+        is_whole = takes_tokens if self.rounds_tokens else partial(takes_group, scale_dtype=self.scale_dtype)
+        if self.group and group and parts_in == 1 and not is_whole(self.code, group):
             group = self.group
         return _FilledSizes(
             parts_out,
@@ -116,9 +128,17 @@ class GpuGroups(ScaledGroups):
         found = {CODES: codes, SCALES: scales} | self._zeros(scales)
         if self.has_row_scales:
             found[ROW_SCALES] = replace(scales, shape=(*lead, out, 1), axes=(*matrix.axes[:-1], None), dtype="float32")
+        if self.has_input_scale:
+            axes = (*matrix.axes[:-2], None, None)
+            found[INPUT_SCALES] = replace(scales, shape=(*lead, 1, 1), axes=axes, dtype="float32")
         return found
 
     def keep(self, matrix: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        if self.has_input_scale:
+            raise ValueError(
+                "a matrix whose tokens have a scale that is stored cannot be made of one in 16 bits, which has none: "
+                "load weights that are stored like the first ones, or start again"
+            )
         count = shardings[CODES].num_devices
         *_, parts_out, parts_in = (count // part for part in shardings[CODES].shard_shape((count,) * matrix.ndim))
         # jax knows a function again that lives as long as its module: a model has thousands of experts.
@@ -165,6 +185,8 @@ class GpuGroups(ScaledGroups):
         }
         if self.has_zeros:
             found[ZEROS] = of_groups(spread(elements.zeros, 1, out), group)
+        if self.has_input_scale:
+            found[INPUT_SCALES] = largest_of_rows(elements.input_scales, out)
         return found | ({ROW_SCALES: elements.tensor_scales} if self.has_row_scales else {})
 
     def product(self, x: jax.Array, arrays: Arrays, dtype: DTypeLike | None, is_slice: bool = False) -> jax.Array:
@@ -203,10 +225,17 @@ class GpuGroups(ScaledGroups):
         from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 
         dtype = x.dtype if dtype is None else jnp.dtype(dtype)
-        x, sizes = rounded_by_row(x, self.code) if self.rounds_tokens else (x, None)
         *panels, rows = stacks[0][CODES].shape[1:-1]
-        out, inputs = stacks[0][SCALES].shape[1:-1], x.shape[1]
-        group = inputs // stacks[0][SCALES].shape[-1]
+        *out, groups = stacks[0][SCALES].shape[1:]
+        inputs, sizes = x.shape[1], None
+        group = inputs // groups
+        if self.has_input_scale:
+            scale = jnp.stack([stack[INPUT_SCALES][first].max() for stack in stacks])[index]
+            within = jnp.clip(x.astype(jnp.float32) / scale, -self.code.largest, self.code.largest)
+            x, sizes = self.code.rounded(within), jnp.full((1, len(x)), scale)
+        elif self.rounds_tokens and takes_tokens(self.code, self.group and group):
+            by_group, of_groups = rounded_by_row(x.reshape(len(x), groups, group), self.code)
+            x, sizes = by_group.reshape(x.shape), of_groups.T
         num_groups = 1 if starts is None else len(starts) - 1
         shape = math.prod(panels) * rows, inputs
         tiles = gpu_tiles.choose_tiles(x, shape, self.code, group, self.scale_dtype, num_groups, self.chip)
@@ -225,7 +254,8 @@ class GpuGroups(ScaledGroups):
 
         def of_stack(stack: Arrays) -> jax.Array:
             flat = {name: array.reshape(len(array), -1, array.shape[-1]) for name, array in stack.items()}
-            of_rows = flat[SCALES] if self.rounds_tokens else flat.get(ROW_SCALES)
+            is_by_row = self.group is None and sizes is not None
+            of_rows = flat[SCALES] if is_by_row else flat.get(ROW_SCALES)
             return multiply(x, flat[CODES], flat[SCALES], flat.get(ZEROS), starts, first, of_rows, sizes)
 
         branches = [partial(of_stack, stack) for stack in stacks]
@@ -247,4 +277,5 @@ def _rounded(form: GpuGroups, matrix: jax.Array, parts_out: int, parts_in: int) 
 def _without_filling(stack: Arrays) -> Arrays:
     """Returns arrays whose codes have the rows of the matrix alone. XLA may have to copy them."""
     rows = stack[SCALES].shape[-2]
-    return stack if stack[CODES].shape[-2] == rows else {**stack, CODES: stack[CODES][..., :rows, :]}
+    of_rows = {name: array for name, array in stack.items() if name != INPUT_SCALES}
+    return of_rows if stack[CODES].shape[-2] == rows else {**of_rows, CODES: stack[CODES][..., :rows, :]}

@@ -9,7 +9,16 @@ import numpy as np
 from jaxvllm.models.declaration import Storage
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.encoding import EXPONENTS, FP8, WORDS, Encoding, block_scales, grid_of, usual_blocks
+from jaxvllm.models.published.encoding import (
+    EXPONENTS,
+    FP8,
+    WORDS,
+    Encoding,
+    block_scales,
+    grid_of,
+    usual_blocks,
+    with_input_scale,
+)
 from jaxvllm.models.published.fp8 import block_size
 from jaxvllm.models.published.mxfp4 import BLOCK, STORED_MXFP4, STORED_MXFP8, mxfp_part
 from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4, nvfp4_part
@@ -49,7 +58,7 @@ class CompressedTensors(Encoding):
     def read(cls, settings: HfConfig) -> Self:
         """Reads a quantization_config. Raises ValueError that names a format which is not known.
 
-        Activations are rounded where it says that each token is, and nowhere else.
+        Activations are rounded where it says that each token is, and where a matrix has a scale for them.
         """
         settings.choice("format", "dense", FORMATS)
         for key in ("sparsity_config", "transform_config"):
@@ -65,7 +74,7 @@ class CompressedTensors(Encoding):
             if (size := weights.optional_integer("group_size", least=-1)) is not None and size > 0:
                 blocks.append((1, size))
         # Files do not tell which group a matrix belongs to, so tokens are rounded for all of them or for none.
-        rounds = all(way.rounds_tokens for way in ways if way.is_by_row)
+        rounds = all(way.rounds_tokens for way in ways if way.is_by_row or way.code == E4M3)
         first = replace(ways[0], rounds_tokens=rounds and ways[0].rounds_tokens) if ways else None
         return cls(tuple(dict.fromkeys(blocks)), first)
 
@@ -94,7 +103,8 @@ class CompressedTensors(Encoding):
         zeros, zero_point = None, f"{name}_zero_point"
         if zero_point in files:
             zeros = by_group(stored(files.tensor(zero_point, grid_of(shape, block), _BYTES)), block)
-        return scaled(stored(files.tensor(name, shape, {**FP8, **_BYTES})), scales, zeros)
+        part = scaled(stored(files.tensor(name, shape, {**FP8, **_BYTES})), scales, zeros)
+        return with_input_scale(part, files, name)
 
     def _packed(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part:
         """Returns the values of a matrix in NVFP4 or MXFP4, or of integers u packed in words along a row.
@@ -139,11 +149,15 @@ def _way(weights: HfConfig) -> StoredAs:
 
 
 def _rounds_tokens(group: Mapping[str, Any], weights: HfConfig) -> bool:
-    """Returns whether a group of the config says that tokens are rounded, one by one, as rows of its weights are."""
+    """Returns whether a group of the config says that tokens are rounded as rows of its weights are."""
     tokens = group.get("input_activations")
-    if not isinstance(tokens, dict) or tokens.get("dynamic") is not True or tokens.get("strategy") != "token":
+    if not isinstance(tokens, dict) or tokens.get("dynamic") is not True:
         return False
-    return all(tokens.get(key) == weights.values.get(key) for key in ("num_bits", "type"))
+    if (block := block_size(weights, "block_structure")) is None:
+        is_alike = tokens.get("strategy") == "token"
+    else:
+        is_alike = tokens.get("strategy") == "group" and tokens.get("group_size") == block[1]
+    return is_alike and all(tokens.get(key) == weights.values.get(key) for key in ("num_bits", "type"))
 
 
 def _weights(group: Any) -> HfConfig:

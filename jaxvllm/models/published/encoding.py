@@ -1,15 +1,18 @@
 """`Encoding`: how a checkpoint stores its matrices in few bits, and the scales that encodings have in common."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
 from jaxvllm.models.declaration import Storage
 from jaxvllm.models.forms.few_bits import StoredAs
-from jaxvllm.models.published.parts import Part, by_group, stored
+from jaxvllm.models.published.parts import Part, ScaledCodes, by_group, stored
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+from pallas_kernels.quantized_matmul.code import E4M3
 
 FP8: Mapping[str, np.dtype] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -38,7 +41,8 @@ class Encoding(ABC):
 
     @property
     def rounds_tokens(self) -> bool:
-        """Whether the checkpoint is made for tokens that are rounded, one by one, to the code of the matrices."""
+        """Whether the checkpoint is made for tokens that are rounded as rows of the matrices are: each as a whole, or
+        each group of its inputs, to the same code."""
         return False
 
     @abstractmethod
@@ -69,6 +73,21 @@ def block_scales(
         f"{files.where(name)}: tensor {name} has shape {header.shape}: a matrix of shape {shape} has scales of shape "
         f"{' or '.join(map(str, grids))} under the quantization_config"
     )
+
+
+def with_input_scale(part: Part, files: WeightFiles, name: str) -> Part:
+    """Returns the part of the matrix `name`, with the scale of its tokens if it is in FP8 and a tensor has just one.
+
+    Raises ValueError where that is not a positive number.
+    """
+    scale = f"{name.removesuffix('.weight')}.input_scale"
+    header = files.header(scale)
+    if not isinstance(part, ScaledCodes) or part.codes.code != E4M3 or header is None or math.prod(header.shape) != 1:
+        return part
+    value = np.float32(files.tensor(scale, header.shape, DTYPES).reshape(-1)[0])
+    if not 0 < value < np.inf:
+        raise ValueError(f"{files.where(scale)}: tensor {scale} must be a positive number, not {value}")
+    return replace(part, input_scale=value)
 
 
 def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Self
 from jaxvllm.models.declaration import Storage
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.encoding import FP8, Encoding, block_scales, usual_blocks
+from jaxvllm.models.published.encoding import FP8, Encoding, block_scales, usual_blocks, with_input_scale
 from jaxvllm.models.published.parts import Part, scaled, stored
 from jaxvllm.models.safetensors_files import WeightFiles
 from pallas_kernels.quantized_matmul.code import E4M3
@@ -18,17 +18,17 @@ class Fp8(Encoding):
     """A tensor F8 of any number of matrices, and beside it the scales of its blocks, by which they are multiplied.
 
     block: the rows and columns of a block (128 by 128), or None for one scale a matrix, or a row
+    rounds_groups: whether the columns of a block are also the inputs of a token that are rounded together
     """
 
     block: tuple[int, int] | None
+    rounds_groups: bool = False
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
-        """Reads a quantization_config. Raises ValueError for blocks that are none.
-
-        Scales of activations are passed over, because activations are not quantized.
-        """
-        return cls(block_size(settings, "weight_block_size"))
+        """Reads a quantization_config. Raises ValueError for blocks that are none."""
+        block = block_size(settings, "weight_block_size")
+        return cls(block, block is not None and settings.values.get("activation_scheme") == "dynamic")
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -41,7 +41,12 @@ class Fp8(Encoding):
         }
 
     def usual(self, storage: Storage) -> StoredAs | None:
-        return StoredAs(E4M3, None if self.block is None else self.block[1], "float32")
+        group = None if self.block is None else self.block[1]
+        return StoredAs(E4M3, group, "float32", rounds_tokens=self.rounds_tokens)
+
+    @property
+    def rounds_tokens(self) -> bool:
+        return self.rounds_groups
 
     def part(self, files: WeightFiles, name: str, shape: tuple[int, ...]) -> Part | None:
         header = files.header(name)
@@ -52,7 +57,7 @@ class Fp8(Encoding):
         inverse, scale = f"{name}_scale_inv", f"{name}_scale"
         blocks = usual_blocks(shape) if self.block is None else [(*(1,) * (len(shape) - 2), *self.block)]
         scales, _ = block_scales(files, scale if scale in files else inverse, shape, blocks)
-        return scaled(stored(values), scales)
+        return with_input_scale(scaled(stored(values), scales), files, name)
 
 
 def block_size(settings: HfConfig, key: str) -> tuple[int, int] | None:

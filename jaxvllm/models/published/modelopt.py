@@ -25,10 +25,7 @@ class ModelOpt(Encoding):
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
-        """Reads a quantization_config of ModelOpt. Raises ValueError for an algorithm that is not known.
-
-        Activations are not quantized, whatever it says.
-        """
+        """Reads a quantization_config of ModelOpt. Raises ValueError for an algorithm that is not known."""
         algorithm = settings.choice("quant_algo", "none", ALGORITHMS)
         return cls(Fp8(None), None if algorithm == "MIXED_PRECISION" else algorithm == "NVFP4")
 

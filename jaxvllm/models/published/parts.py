@@ -5,7 +5,7 @@ Where a part is made of codes of few bits and of scales by group, it says so: fo
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -93,6 +93,8 @@ class ScaledCodes:
     """The values (codes - zeros) * scales - mins. Without `zeros` and `mins`, these are 0.
 
     Scales may be multiplied by `factors` before, and mins by `min_factors`.
+
+    input_scale: what stands for the code 1 where tokens are rounded to the same code; None: nothing says it
     """
 
     codes: Codes
@@ -101,6 +103,7 @@ class ScaledCodes:
     factors: ByGroup | None = None
     mins: ByGroup | None = None
     min_factors: ByGroup | None = None
+    input_scale: np.float32 | None = field(default=None, kw_only=True)
 
     def __call__(self, box: Box) -> np.ndarray:
         scales = self.scales if self.factors is None else _product(self.scales, self.factors)
@@ -140,7 +143,8 @@ class ScaledCodes:
 
     def _mapped(self, codes: Codes, change: Callable[[ByGroup], ByGroup]) -> "ScaledCodes":
         others = (self.zeros, self.factors, self.mins, self.min_factors)
-        return ScaledCodes(codes, change(self.scales), *(one and change(one) for one in others))
+        changed = ScaledCodes(codes, change(self.scales), *(one and change(one) for one in others))
+        return replace(changed, input_scale=self.input_scale)
 
     @staticmethod
     def _size_along(axis: int, *values: ByGroup | None) -> int | None:

@@ -77,6 +77,7 @@ class StoredCodes:
             fill(lambda codes: codes.mins),
             fill(lambda codes: codes.min_factors),
             fill(lambda codes: partial(_filled_with, codes.scales.factor)),
+            fill(lambda codes: None if codes.input_scale is None else partial(_filled_with, codes.input_scale)),
             _if_all(low),
             _if_all(high),
         )
@@ -137,6 +138,7 @@ def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
         any(way.has_zeros for way in known),
         span=math.gcd(*supers) if supers else None,
         has_mins=known[0].has_mins,
+        has_input_scale=all(way.has_input_scale for way in known),
     )
 
 
@@ -175,7 +177,7 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
     options: dict[str, Any] = {"has_zeros": has_zeros, "has_mins": has_mins}
     is_e4m3 = codes.scales.dtype == E4M3.name
     if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3:
-        return StoredAs(code, None, codes.scales.dtype, **options)
+        return StoredAs(code, None, codes.scales.dtype, **options, has_input_scale=codes.input_scale is not None)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
     # After the last tensor of a row, nothing begins within a group.
     is_last = source.at[-1] + source.view[-1] == inputs

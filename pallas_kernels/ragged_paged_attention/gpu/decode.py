@@ -31,7 +31,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     scales_in,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, unknown_zero, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
@@ -61,6 +61,7 @@ class _Piece(NamedTuple):
     kv_len: jax.Array
     queries: jax.Array
     token: jax.Array  # of the first query
+    window: jax.Array
     seen: jax.Array  # the first position that any query sees
     slot: jax.Array
 
@@ -117,7 +118,6 @@ def decode(
         **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        own_window = window[0]
 
         def walk[C](pipe: jax.Array, visit: Callable[[_Piece, C], C], carry: C) -> C:
             """Visits the pieces of a pipe that any query sees."""
@@ -133,10 +133,12 @@ def decode(
                 head = lax.div(local, jnp.maximum(blocks, 1))
                 first = local - head * blocks
                 end = jnp.minimum(blocks, first + stop - at)
+                # Read for each piece: a register for all pieces is one that the compiler spills.
+                own_window = window[0]
                 seen = jnp.maximum(kv_len - num_queries - own_window + 1, 0)
                 begin = jnp.maximum(first, lax.div(seen, attention.block))
                 slot = row * num_heads + head + number
-                piece = _Piece(row, head, begin, end, kv_len, num_queries, token, seen, slot)
+                piece = _Piece(row, head, begin, end, kv_len, num_queries, token, own_window, seen, slot)
                 carry = lax.cond(begin < end, visit, lambda _, carry: carry, piece, carry)
                 next_row = row + (local + end - first >= blocks * num_heads).astype(jnp.int32)
                 return at + end - first, next_row, carry
@@ -145,14 +147,14 @@ def decode(
 
         @pl.when(thread < pipes)
         def _compute() -> None:
-            plgpu.set_max_registers(216, action="increase")
-            _consume(thread, walk, attention, queries, own_window, slope_rows, values, peaks, memory)
+            plgpu.set_max_registers(232, action="increase")
+            _consume(thread, walk, attention, queries, slope_rows, values, peaks, memory)
             plgpu.wait_smem_to_gmem(0)
 
         def fetch(warp: jax.Array) -> None:
             _produce(warp, walk, attention, queries, layer[0], q, kv, scales, table, memory)
 
-        fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=64)
+        fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=40)
 
     out = plgpu.kernel(
         kernel,
@@ -200,6 +202,7 @@ def _produce(
 ) -> None:
     """Runs the fetching warp, which is ahead of the computing warpgroup by up to as many blocks as there are stages."""
     into, here, free = (memory[name].at[pipe] for name in ("q_columns", "q_here", "q_free"))
+    into = into.at[0]
 
     def visit(piece: _Piece, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         done, parts = carry
@@ -228,7 +231,6 @@ def _consume(
     walk: _Walk,
     attention: AttentionBuild,
     queries: int,
-    window: jax.Array,
     slope_rows: Ref,
     values: Ref,
     peaks: Ref,
@@ -241,22 +243,22 @@ def _consume(
 
     def visit(piece: _Piece, carry: tuple[jax.Array]) -> tuple[jax.Array]:
         (done,) = carry
-        tile = matrix.take_queries(memory["q_here"].at[pipe], memory["q_free"].at[pipe])
+        tile = matrix.take_queries(memory["q_here"].at[pipe], memory["q_free"].at[pipe], unknown_zero(piece.row))
 
         def fold_block(block: jax.Array, state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
             done, softmax = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = memory["blocks"].at[pipe, slot]
+            kv, zero = memory["blocks"].at[pipe, slot], unknown_zero(block)
             plgpu.barrier_wait(memory["block_here"].at[pipe, slot])
-            products = matrix.multiply_keys(tile, kv)
+            products = matrix.multiply_keys(tile, kv, zero)
             products = attention.scale_columns(products, scales_in(attention, memory, (pipe, slot), 0))
             position = piece.kv_len - piece.queries
             logits = attention.lean(attention.logits(products), slope_rows, piece.head, first, position)
-            logits = attention.mask(logits, first, position, window)
+            logits = attention.mask(logits, first, position, piece.window)
             weights, softmax = attention.fold(logits, softmax)
             of_values = scales_in(attention, memory, (pipe, slot), 1)
             weights = attention.scale_seen(weights, of_values, first, piece.seen, piece.kv_len)
-            block_values = matrix.values(kv)
+            block_values = matrix.values(kv, zero)
 
             @pl.when((first < piece.seen) | (first + attention.block > piece.kv_len))
             def _() -> None:

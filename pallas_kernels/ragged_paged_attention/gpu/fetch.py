@@ -145,8 +145,8 @@ def fetch_blocks(
 
 def drain(attention: AttentionBuild, memory: dict[str, Ref], pipe: tuple[jax.Array, ...], done: jax.Array) -> None:
     """Waits until all stages are free: no barrier may be left with a phase that no warp has waited for."""
-    for stage in range(attention.stages):
 
-        @pl.when(stage < done)
-        def _(stage: int = stage) -> None:
-            plgpu.barrier_wait(memory["block_free"].at[(*pipe, stage)])
+    # The compiler must not know the stages: it kept their addresses from the start of the kernel, and spilled them.
+    @pl.loop(0, jnp.minimum(done, attention.stages))
+    def _(stage: jax.Array) -> None:
+        plgpu.barrier_wait(memory["block_free"].at[(*pipe, stage)])

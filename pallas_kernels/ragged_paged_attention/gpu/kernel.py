@@ -283,8 +283,9 @@ def _decode_queries(attention: AttentionBuild, rows: RaggedRows) -> int:
 
 def _wide(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the prefill kernel: with large blocks, so that the matrix units pause rarely."""
-    # Scales of 128 tokens do not fit the registers beside their logits (540 bytes of spills on an H200).
-    blocks = (64,) if attention.num_scales else (128, 64)
+    # Neither codes nor scales of 128 tokens fit the registers beside their logits (328 and 540 bytes of spills on an
+    # H200).
+    blocks = (64,) if attention.converts else (128, 64)
     sizes = [(block, stages) for block in blocks for stages in (3, 2)]
     candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
     return _first_to_fit(candidates, prefill_memory, chip)

@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_gpu import (
 )
 from pallas_kernels.ragged_paged_attention.gpu.combine import join_pieces
 from pallas_kernels.ragged_paged_attention.gpu.fetch import Span, drain, fetch_blocks, scales_in, stage_memory
-from pallas_kernels.ragged_paged_attention.gpu.matrix import load_converted, mma, zero_unseen
+from pallas_kernels.ragged_paged_attention.gpu.matrix import load_converted, mma, unknown_zero, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
@@ -73,7 +73,7 @@ def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
         **stages,
         # Each panel is contiguous for some rows, as a copy needs it. The output leaves by way of the first ones.
         "q_panels": swizzled((panels, TILE, LANES), attention.dtype),
-        "weights": swizzled((TILE, attention.block), attention.dtype),
+        "weights": swizzled((1, TILE, attention.block), attention.dtype),
         # What warpgroup 1 multiplies its sums with, the logarithms of a piece's denominators, and the scales of tokens
         # in each stage. Arrays of their own would take a KiB of alignment each.
         "factors": plgpu.SMEM((2 + attention.stage_scales, TILE), jnp.float32),
@@ -83,7 +83,7 @@ def latent_memory(attention: AttentionBuild) -> dict[str, Any]:
         "weights_free": barriers(1),
     }
     if attention.converts:
-        memory["converted"] = swizzled((attention.block, attention.head_size), attention.dtype)
+        memory["converted"] = swizzled((1, attention.block, attention.head_size), attention.dtype)
         memory |= {"converted_here": barriers(HALVES), "converted_free": barriers(HALVES)}
     return memory
 
@@ -244,18 +244,17 @@ def _weigh_and_sum(
         def fold_block(block: jax.Array, state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
             done, (values, peak, total) = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = _take_block(attention, slot, 0, memory)
-            # The compiler must not know that this is zero: it kept the addresses of all panels in registers, and
-            # spilled 204 bytes.
-            zero = jnp.minimum(block, 0)
+            zero = unknown_zero(block)
+            kv = _take_block(attention, slot, 0, zero, memory)
             products = _multiply_keys(attention, memory["q_panels"], zero, kv)
             logits = attention.mask(attention.logits(products), first, piece.kv_len - piece.queries, window)
             weights, decay, peak, total = attention.weigh(logits, peak, total)
             plgpu.barrier_wait(memory["weights_free"])
-            memory["weights"][...] = weights.astype(attention.dtype)
+            rounded = memory["weights"].at[zero]
+            rounded[...] = weights.astype(attention.dtype)
             factors[0] = decay
             hand_over()
-            values = _add_values(attention, scaled_rows(values, decay), memory["weights"], kv, 0, piece, first, window)
+            values = _add_values(attention, scaled_rows(values, decay), rounded, kv, 0, piece, first, window)
             _leave_block(attention, slot, memory)
             return done + 1, (values, peak, total)
 
@@ -294,9 +293,10 @@ def _sum(
         def fold_block(block: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             done, values = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = _take_block(attention, slot, 1, memory)
+            zero = unknown_zero(block)
+            kv = _take_block(attention, slot, 1, zero, memory)
             values = scaled_rows(values, take_factors())
-            values = _add_values(attention, values, memory["weights"], kv, 1, piece, first, window)
+            values = _add_values(attention, values, memory["weights"].at[zero], kv, 1, piece, first, window)
             plgpu.barrier_arrive(memory["weights_free"])
             _leave_block(attention, slot, memory)
             return done + 1, values
@@ -310,7 +310,7 @@ def _sum(
     walk(visit, jnp.int32(0))
 
 
-def _take_block(attention: AttentionBuild, slot: jax.Array, half: int, memory: dict[str, Ref]) -> Ref:
+def _take_block(attention: AttentionBuild, slot: jax.Array, half: int, zero: jax.Array, memory: dict[str, Ref]) -> Ref:
     """Waits for a block, and returns it, kv f[B, D] in the queries' dtype, times its scales.
 
     Each warpgroup converts some of it.
@@ -320,15 +320,15 @@ def _take_block(attention: AttentionBuild, slot: jax.Array, half: int, memory: d
     if not attention.converts:
         return stored
     plgpu.barrier_wait(memory["converted_free"])
-    of_tokens = scales_in(attention, memory, (slot,), 0)
+    of_tokens, converted = scales_in(attention, memory, (slot,), 0), memory["converted"].at[zero]
     for start in range(half * LANES, attention.head_size, HALVES * LANES):
         columns = pl.ds(start, LANES)
-        memory["converted"][:, columns] = load_converted(attention, stored.at[:, columns], of_tokens)
+        converted[:, columns] = load_converted(attention, stored.at[:, columns], of_tokens)
     plgpu.commit_smem()
     plgpu.barrier_arrive(memory["block_free"].at[slot])
     plgpu.barrier_arrive(memory["converted_here"])
     plgpu.barrier_wait(memory["converted_here"])
-    return memory["converted"]
+    return converted
 
 
 def _leave_block(attention: AttentionBuild, slot: jax.Array, memory: dict[str, Ref]) -> None:

@@ -27,6 +27,9 @@ from pallas_kernels.ragged_paged_attention.gpu.tile import (
     scaled_rows,
 )
 
+# The layout of codes: a matrix instruction loads them, and numbers are stored four at a time.
+WORDS = plgpu.Layout.WGMMA_8BIT
+
 type Queries = (
     Ref | tuple[jax.Array, ...]
 )  # a tile's, for `MatrixProducts.multiply_keys`: shared memory, or 64 columns each
@@ -39,13 +42,13 @@ def _nothing() -> None:
 def matrix_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the shared memory of `MatrixProducts`, whose first index is the warpgroup."""
     warpgroups, dtype = attention.warpgroups, attention.dtype
-    memory = {"q_columns": plgpu.SMEM((warpgroups, TILE, attention.q_columns), dtype)}
+    memory = {"q_columns": plgpu.SMEM((warpgroups, 1, TILE, attention.q_columns), dtype)}
     if attention.matrix_unit == "wgmma":
         memory["q_tile"] = swizzled((warpgroups, TILE, attention.head_size), dtype)
     else:
         memory["weights"] = swizzled((warpgroups, TILE, attention.block), dtype)
     if attention.converts:
-        memory["converted"] = swizzled((warpgroups, attention.block, attention.head_size), dtype)
+        memory["converted"] = swizzled((warpgroups, 1, attention.block, attention.head_size), dtype)
     return memory
 
 
@@ -56,23 +59,31 @@ class MatrixProducts:
     attention: AttentionBuild
     memory: dict[str, Ref]
 
-    def take_queries(self, here: Ref, free: Ref) -> Queries:
-        """Moves the tile's queries, part by part, from where they are fetched to where they are multiplied."""
-        parts = []
+    def take_queries(self, here: Ref, free: Ref, zero: jax.Array) -> Queries:
+        """Moves the tile's queries, part by part, from where they are fetched to where they are multiplied.
+
+        `zero` is that of `unknown_zero`.
+        """
+        parts, fetched = [], self.memory["q_columns"].at[zero]
         for columns in query_columns(self.attention):
             plgpu.barrier_wait(here)
             if self.attention.matrix_unit == "wgmma":
-                part = plgpu.load(self.memory["q_columns"], layout=plgpu.Layout.WGMMA)
+                part = plgpu.load(fetched, layout=plgpu.Layout.WGMMA)
                 self.memory["q_tile"][:, columns] = part
             else:
-                parts.append(plgpu.load(self.memory["q_columns"], layout=plgpu.Layout.MMA_LHS(self.attention.dtype)))
+                parts.append(plgpu.load(fetched, layout=plgpu.Layout.MMA_LHS(self.attention.dtype)))
             plgpu.commit_smem()
             plgpu.barrier_arrive(free)
         return tuple(parts) or self.memory["q_tile"]
 
-    def multiply_keys(self, queries: Queries, block: Ref, meanwhile: Callable[[], None] = _nothing) -> jax.Array:
-        """Multiplies queries by the keys of a block kv[B, 2 * D]: f32[64, B]. `meanwhile` overlaps where it can."""
-        keys = self._half(block, 0)
+    def multiply_keys(
+        self, queries: Queries, block: Ref, zero: jax.Array, meanwhile: Callable[[], None] = _nothing
+    ) -> jax.Array:
+        """Multiplies queries by the keys of a block kv[B, 2 * D]: f32[64, B]. `meanwhile` overlaps where it can.
+
+        `zero` is that of `unknown_zero`.
+        """
+        keys = self._half(block, 0, zero)
         if self.attention.matrix_unit == "wgmma":
 
             def multiply(acc: Ref) -> jax.Array:
@@ -89,9 +100,9 @@ class MatrixProducts:
         meanwhile()
         return products
 
-    def values(self, block: Ref) -> Ref:
+    def values(self, block: Ref, zero: jax.Array) -> Ref:
         """Returns the values [B, D] of a block. Call it after `multiply_keys`, whose keys may lie in that memory."""
-        return self._half(block, 1)
+        return self._half(block, 1, zero)
 
     def multiply_values(
         self, summed: jax.Array, weights: jax.Array, values: Ref, meanwhile: Callable[[], None] = _nothing
@@ -119,26 +130,39 @@ class MatrixProducts:
         meanwhile()
         return summed
 
-    def _half(self, block: Ref, half: int) -> Ref:
+    def _half(self, block: Ref, half: int, zero: jax.Array) -> Ref:
         """Returns the keys (half 0) or values of a block, in the queries' dtype."""
         attention = self.attention
         stored = block.at[:, pl.ds(half * attention.head_size, attention.head_size)]
         if not attention.converts:
             return stored
+        converted = self.memory["converted"].at[zero]
         # All at once would take half as many registers as the sums (464 bytes of spills for heads of 128 on an H200).
         for row in range(0, attention.block, TILE):
             for column in range(0, attention.head_size, LANES):
                 part = pl.ds(row, TILE), pl.ds(column, LANES)
-                self.memory["converted"][part] = load_converted(attention, stored.at[part])
+                converted[part] = load_converted(attention, stored.at[part])
         plgpu.commit_smem()
-        return self.memory["converted"]
+        return converted
+
+
+def unknown_zero(number: jax.Array) -> jax.Array:
+    """Returns zero for the number of any block or row, which the compiler cannot know.
+
+    Where memory is found by it, addresses are made anew for each block. The compiler keeps those that no block changes
+    in registers, outside of the loop, and spilled for them: 204 bytes of latents, 328 of prompts' keys in int8.
+    """
+    return jnp.minimum(number, 0)
 
 
 def load_converted(attention: AttentionBuild, stored: Ref, scales: Ref | None = None) -> jax.Array:
-    """Loads keys and values of 8 bits as numbers of the queries' dtype, times the scales f32[B] of their tokens."""
-    numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+    """Loads keys and values of 8 bits as numbers of the queries' dtype, times the scales f32[B] of their tokens.
+
+    A thread has four neighbours, a word of codes, where the layout of products would give it two.
+    """
+    numbers = plgpu.load(stored, layout=WORDS)
     if scales is not None:
-        of_rows = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        of_rows = plgpu.load(scales, layout=WORDS.reduce(1), optimized=False)
     if attention.dtype == jnp.bfloat16 and jnp.issubdtype(attention.kv_dtype, jnp.floating):
         numbers = numbers.astype(jnp.float32)  # the hardware cannot convert float8 to bfloat16
     numbers = numbers.astype(attention.dtype)

@@ -32,7 +32,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     scales_in,
     stage_memory,
 )
-from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, zero_unseen
+from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, unknown_zero, zero_unseen
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
@@ -52,6 +52,7 @@ class _Unit(NamedTuple):
     queries: jax.Array
     position: jax.Array  # of the first query
     kv_len: jax.Array
+    window: jax.Array
     seen: jax.Array  # the first position that any query sees
     begin: jax.Array
     end: jax.Array
@@ -113,7 +114,6 @@ def prefill(
         **memory: Ref,
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        own_window = window[0]
 
         def walk[C](visit: Callable[[_Unit, C], C], carry: C) -> C:
             """Visits the CTA's units from left to right, then from right to left, so that long ones are spread."""
@@ -126,10 +126,13 @@ def prefill(
                 def visit_unit(carry: C) -> C:
                     tile, head = lax.div(number, num_heads), lax.rem(number, num_heads)
                     row, token, num_queries, position, kv_len = (tiles[tile, i] for i in range(5))
+                    # Read for each unit: a register for all units is one that the compiler spills.
+                    own_window = window[0]
                     seen = jnp.maximum(position - own_window + 1, 0)
                     begin = lax.div(seen, attention.block)
                     end = lax.div(position + num_queries + (attention.block - 1), attention.block)
-                    return visit(_Unit(row, head, token, num_queries, position, kv_len, seen, begin, end), carry)
+                    unit = _Unit(row, head, token, num_queries, position, kv_len, own_window, seen, begin, end)
+                    return visit(unit, carry)
 
                 return lax.cond(number < units, visit_unit, lambda carry: carry, carry)
 
@@ -139,7 +142,7 @@ def prefill(
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
             of_sinks = None if sinks is None else sink_rows
-            _consume(thread, walk, attention, own_window, of_sinks, slope_rows, out, memory)
+            _consume(thread, walk, attention, of_sinks, slope_rows, out, memory)
             plgpu.wait_smem_to_gmem(0)
 
         fetch_in(thread == HALVES, lambda _: _produce(walk, attention, layer[0], q, kv, scales, table, memory))
@@ -186,11 +189,11 @@ def _produce(
 
                 @pl.when(parts > 0)
                 def _(half: int = half) -> None:
-                    plgpu.barrier_wait(memory["q_free"].at[half])
+                    plgpu.barrier_wait(memory["q_free"].at[half + unknown_zero(unit.row)])
 
                 first = half * attention.tile_queries
                 count = jnp.clip(unit.queries - first, 0, attention.tile_queries)
-                into, here = memory["q_columns"].at[half], memory["q_here"].at[half]
+                into, here = memory["q_columns"].at[half, 0], memory["q_here"].at[half]
                 fetch_queries(
                     attention, q, columns, unit.token + first, unit.head, count, into, here, attention.tile_queries
                 )
@@ -203,7 +206,7 @@ def _produce(
     @pl.when(parts > 0)
     def _() -> None:
         for half in range(HALVES):
-            plgpu.barrier_wait(memory["q_free"].at[half])
+            plgpu.barrier_wait(memory["q_free"].at[half + unknown_zero(done)])
 
     drain(attention, memory, (), done)
 
@@ -212,7 +215,6 @@ def _consume(
     half: jax.Array,
     walk: _Walk,
     attention: AttentionBuild,
-    window: jax.Array,
     sink_rows: Ref | None,
     slope_rows: Ref,
     out: Ref,
@@ -229,7 +231,7 @@ def _consume(
 
     def visit(unit: _Unit, carry: tuple[jax.Array]) -> tuple[jax.Array]:
         (done,) = carry
-        queries = matrix.take_queries(memory["q_here"].at[half], memory["q_free"].at[half])
+        queries = matrix.take_queries(memory["q_here"].at[half], memory["q_free"].at[half], unknown_zero(unit.row))
 
         @pl.when(unit.begin < unit.end)
         def _() -> None:
@@ -241,18 +243,18 @@ def _consume(
         def fold_block(block: jax.Array, state: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
             done, softmax = state
             slot, first = lax.rem(done, stages), block * attention.block
-            kv = memory["blocks"].at[slot]
-            products = matrix.multiply_keys(queries, kv, meanwhile=take_turns)
+            kv, zero = memory["blocks"].at[slot], unknown_zero(block)
+            products = matrix.multiply_keys(queries, kv, zero, meanwhile=take_turns)
             products = attention.scale_columns(products, scales_in(attention, memory, (slot,), 0))
             position = unit.position + first_query
             logits = attention.lean(attention.logits(products), slope_rows, unit.head, first, position)
-            logits = attention.mask(logits, first, position, window)
+            logits = attention.mask(logits, first, position, unit.window)
             weights, softmax = attention.fold(logits, softmax)
             of_values = scales_in(attention, memory, (slot,), 1)
             weights = attention.scale_seen(weights, of_values, first, unit.seen, unit.kv_len)
             weights, softmax = lax.optimization_barrier((weights.astype(attention.dtype), softmax))
             plgpu.barrier_arrive(turn)
-            values = matrix.values(kv)
+            values = matrix.values(kv, zero)
             plgpu.barrier_wait(turn)
             edge = (first < unit.seen) | (first + attention.block > unit.kv_len)
             # Both warpgroups read the values, but zeroing once is enough: warpgroup 1 reads them a turn later.
