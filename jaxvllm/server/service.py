@@ -133,20 +133,25 @@ class Service(Drainable):
         if asked is None:
             return self.model_names[0]
         if asked not in self.model_names and self.adapters.get(asked) is None:
-            shown = asked if len(asked) <= 60 else asked[:57] + "..."
-            served = ", ".join((*self.model_names, *(one.lora_name for one in self.adapters)))
-            raise ApiError(
-                404,
-                f'the model "{shown}" does not exist: this server has {served}',
-                param="model",
-                code="model_not_found",
-            )
+            raise self._unknown(asked)
         return asked
 
+    def _unknown(self, asked: str) -> ApiError:
+        shown = asked if len(asked) <= 60 else asked[:57] + "..."
+        served = ", ".join((*self.model_names, *(one.lora_name for one in self.adapters)))
+        reason = f'the model "{shown}" does not exist: this server has {served}'
+        return ApiError(404, reason, param="model", code="model_not_found")
+
     def adapted(self, model: str, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Returns the requests with the adapter that `model` names, or as they are where it names the model itself."""
-        adapter = self.adapters.get(model)
-        return [replace(one, lora_request=adapter) for one in requests] if adapter is not None else [*requests]
+        """Returns the requests with the adapter that `model` names, or as they are where it names the model itself.
+
+        Raises ApiError for an adapter that was unloaded since `model_name` found it.
+        """
+        if (adapter := self.adapters.get(model)) is not None:
+            return [replace(one, lora_request=adapter) for one in requests]
+        if model not in self.model_names:
+            raise self._unknown(model)
+        return [*requests]
 
     def apply_chat_template(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Protocol, cast
 
 import msgspec
@@ -447,8 +447,19 @@ async def _first(works: Iterable[Awaitable[None]]) -> None:
 
 def sum_of(stats: Sequence[EngineStats]) -> EngineStats:
     """Returns the counters and gauges of several engines together."""
-    names = [field.name for field in fields(EngineStats) if field.name != "num_accepted_per_pos"]
+    others = {"num_accepted_per_pos", "max_loras", "running_adapters", "waiting_adapters"}
+    names = [field.name for field in fields(EngineStats) if field.name not in others]
     most = max(len(one.num_accepted_per_pos) for one in stats)
     padded = [(*one.num_accepted_per_pos, *[0] * (most - len(one.num_accepted_per_pos))) for one in stats]
     sums = {name: sum(getattr(one, name) for one in stats) for name in names}
-    return EngineStats(**sums, num_accepted_per_pos=tuple(map(sum, zip(*padded, strict=True))))
+    return EngineStats(
+        **sums,
+        max_loras=max(one.max_loras for one in stats),
+        running_adapters=_union(one.running_adapters for one in stats),
+        waiting_adapters=_union(one.waiting_adapters for one in stats),
+        num_accepted_per_pos=tuple(map(sum, zip(*padded, strict=True))),
+    )
+
+
+def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted(set(chain.from_iterable(names))))

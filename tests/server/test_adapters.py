@@ -88,6 +88,13 @@ def test_adapters_are_models(server: AdaptedServer) -> None:
     assert server.refusal("/v1/completions", model="second", prompt="The")[0] == 404
     chat = server.ask("/v1/chat/completions", model="first", messages=[{"role": "user", "content": "Hi"}], max_tokens=2)
     assert chat.status_code == 200 and chat.json()["model"] == "first"
+    tokens = []
+    for model in ("tiny", "first"):
+        sampling = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = server.ask("/inference/v1/generate", model=model, token_ids=[5, 6, 7], sampling_params=sampling)
+        assert answer.status_code == 200 and answer.json()["model"] == model, answer.text
+        tokens.append(answer.json()["choices"][0]["token_ids"])
+    assert tokens[0] != tokens[1]
 
 
 def test_loading_and_unloading(server: AdaptedServer) -> None:

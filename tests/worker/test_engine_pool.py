@@ -19,6 +19,7 @@ from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.cores import num_cores
 from jaxvllm.engine.commands import ResetPrefixCache
+from jaxvllm.engine.stats import EngineStats
 from jaxvllm.server.metrics.prometheus import Metrics
 from jaxvllm.worker import async_llm, data_parallel, engine_pool, wire
 from jaxvllm.worker.async_llm import AsyncLLM
@@ -470,3 +471,11 @@ def test_the_wire_is_the_same_for_all() -> None:
     config = replace(EngineConfig(), data_parallel_rank=3)
     start = wire.decode_command(wire.encode(wire.Start(config, EnginePool(config, 1, OneProcess())._limits)))
     assert isinstance(start, wire.Start) and start.config.data_parallel_rank == 3
+
+
+def test_stats_of_several_engines_are_one() -> None:
+    one = EngineStats(*range(20), num_accepted_per_pos=(3,), max_loras=2, running_adapters=("b", "a"))
+    other = EngineStats(*range(20), num_accepted_per_pos=(1, 1), max_loras=2, running_adapters=("c", "b"))
+    both = engine_pool.sum_of([one, other])
+    assert (both.num_prompt_tokens, both.num_accepted_per_pos, both.max_loras) == (2, (4, 1), 2)
+    assert (both.running_adapters, both.waiting_adapters) == (("a", "b", "c"), ())
