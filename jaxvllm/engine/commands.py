@@ -155,6 +155,21 @@ class SetPause(EngineCommand[bool], frozen=True):
         return all(answers)
 
 
+class CheckSleep(EngineCommand[bool], frozen=True):
+    """Asks engines whether they have a level of sleep, before they are paused for it: see `Engine.check_sleep`."""
+
+    level: int
+
+    answers: ClassVar[type] = bool
+
+    def run(self, engine: "Engine") -> bool:
+        engine.check_sleep(self.level)
+        return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
 class PutToSleep(EngineCommand[bool], frozen=True):
     """Makes engines give back memory: see `Engine.sleep`. They are paused."""
 
@@ -242,6 +257,7 @@ type AnyCommand = (
     | UpdateWeights
     | ShowRest
     | SetPause
+    | CheckSleep
     | PutToSleep
     | ReleaseKV
     | WakeUp

@@ -320,9 +320,13 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now, frees its pages and returns its last output; None if it is unknown or has ended.
 
+        The last output of a request that a pause has ended is returned here, and no longer by the next `step`.
         An exception drops all requests, as one in a step does.
         """
         if request_id not in self.outputs:
+            for index, early in enumerate(self._early):
+                if early.request_id == request_id and early.finished:
+                    return self._early.pop(index)
             return None
         with self._reset_if_it_breaks_off():
             ended = [
@@ -548,14 +552,15 @@ class Engine:
                 )
             for holder in self.holders:
                 holder.read_params(source)
+            new = []  # each process has taken its own
         else:
             new = new_weights(source, [holder.params for holder in self.holders], self._read_weights, partial)
-            for holder, params in zip(self.holders, new, strict=True):
-                holder.replace_params(params)
         with self._reset_if_it_breaks_off():
+            for holder, params in zip(self.holders, new, strict=False):
+                holder.replace_params(params)
+            self.weight_version = new_version
             for balancer in self._balancers:
                 balancer.place_all()
-            self.weight_version = new_version
             for replica in self.replicas:
                 replica.begin_version(new_version, keeps_pages=kv == "keep")
             if self._connector is not None:  # and no page of the weights before is on its way
@@ -586,9 +591,15 @@ class Engine:
         wait: requests that have begun are computed to their ends.
         keep: all requests stay where they are, with their pages, and go on after `resume`.
         A caller calls `step` while `has_work`, or `settle`; then the pause is complete. A second one replaces it.
+        Raises ValueError for `wait` while weights or pages are not on the devices, because nothing can be computed.
         """
         self._ready()
         state = PauseState.of(mode)
+        if mode == "wait" and self.sleeping:
+            raise ValueError(
+                f"the engine sleeps without its {' and its '.join(self.sleeping)}, so no request can end by itself: "
+                "call wake_up first, or pause with mode keep or abort"
+            )
         if mode == "abort":
             self._early += filter(None, map(self.abort, self.outputs.request_ids))
         self._sleep.pause(state)
@@ -613,12 +624,8 @@ class Engine:
         Requests that a pause has kept compute all their tokens again afterwards. Raises ValueError unless the engine is
         paused and settled, and NotImplementedError where KV pages go elsewhere, too.
         """
+        self.check_sleep()
         self._check_rest()
-        if self._connector is not None:
-            raise NotImplementedError(
-                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
-                "level 0, or leave kv_transfer_config out"
-            )
         self.reset_prefix_cache(reset_running_requests=True)
         self._sleep.release_kv()
 
@@ -631,16 +638,26 @@ class Engine:
         Raises ValueError unless the engine is paused and settled, and NotImplementedError as `release_kv` does, and
         for level 2 where weights cannot be replaced.
         """
+        self.check_sleep(level)
         self._check_rest()
+        if level:
+            self.release_kv()
+            self._sleep.release_weights(level)
+
+    def check_sleep(self, level: int = 1) -> None:
+        """Checks a level of `sleep` before a pause for it. Raises the same errors for it as `sleep` does."""
+        self._ready()
         if level not in SLEEP_LEVELS:
             raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
         if level == 2 and self.config.has_others:
             raise NotImplementedError(
                 "sleep(level=2) drops the weights of one process, and this engine has several: use level 1"
             )
-        if level:
-            self.release_kv()
-            self._sleep.release_weights(level)
+        if level and self._connector is not None:
+            raise NotImplementedError(
+                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
+                "level 0, or leave kv_transfer_config out"
+            )
 
     def wake_up(self, tags: Iterable[SleepTag] | None = None) -> bool:
         """Brings back what `tags` name of `weights` and `kv_cache`, or both (None). Returns whether nothing sleeps.

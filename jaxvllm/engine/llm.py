@@ -280,6 +280,7 @@ class LLM:
 
         Level 0 gives back none, 1 that of KV pages and weights, which go to the host's memory, and 2 drops the weights.
         """
+        self.engine.check_sleep(level)  # before the pause ends requests
         self.pause(mode, clear_cache=level > 0)
         self.engine.sleep(level)
 

@@ -123,9 +123,13 @@ def _rank(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"an alpha must be a finite number, not {value!r}")
-    return float(value)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"an alpha must be a finite number, not {repr(value)[:60]}")
+    return number
 
 
 def _flag(value: Any) -> bool:

@@ -89,6 +89,9 @@ class BrokeredLLM(AsyncLLM):
             process.send(wire.ShowMetrics())
         return await asyncio.shield(self._metrics)
 
+    def _repeat(self, process: EngineProcess) -> None:
+        """Tells nothing: the broker's engines know what lasts, and this process may know only what was before it."""
+
     def _read(self, report: wire.Report) -> None:
         if isinstance(report, wire.MetricsText):
             if self._metrics is not None:

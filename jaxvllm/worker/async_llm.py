@@ -432,9 +432,13 @@ class AsyncLLM(EngineClient):
         self._build_seconds = max(self._build_seconds, time.monotonic() - self._began)
         self._enter(EngineState.READY, "ready")
         if self._process is not None:
-            self.questions.repeat(self._process)
+            self._repeat(self._process)
         self._send_kept()
         self._tell(lambda observer: observer.on_start(self.num_starts, facts))
+
+    def _repeat(self, process: EngineProcess) -> None:
+        """Tells a process that was started again what lasts."""
+        self.questions.repeat(process)
 
     def _enter(self, state: EngineState, reason: str) -> None:
         self._state, self._reason = state, reason

@@ -126,12 +126,15 @@ class CommandLoop:
             raise error
 
     def _tell(self, results: Sequence[RequestOutput]) -> None:
-        """Sends outputs. What cannot be sent ends its request, and the others are sent all the same."""
-        outputs = [self._output(result) for result in results]
+        """Sends outputs. What cannot be sent ends its request, and the others are sent all the same.
+
+        A request that was aborted has no reader any more.
+        """
+        told = [(result, self._output(result)) for result in results if result.request_id in self._serials]
         try:
-            self._send(wire.Outputs(outputs))
+            self._send(wire.Outputs([output for _, output in told]))
         except Exception:
-            for result, output in zip(results, outputs, strict=True):
+            for result, output in told:
                 try:
                     self._send(wire.Outputs([output]))
                 except Exception as error:
@@ -183,10 +186,18 @@ class CommandLoop:
                 self._engine.close()
 
     def _answer(self, number: int, command: AnyCommand) -> None:
+        outputs = self._engine.outputs
         try:
             answer = wire.CommandAnswer.of(number, command.run(self._engine))
-        except (ValueError, NotImplementedError) as error:
-            answer = failed(number, error)
+        except Exception as error:
+            if isinstance(error, ValueError | NotImplementedError):
+                answer = failed(number, error)
+            else:  # such as memory that weights need, and that a device has not
+                logger.error("the command %s failed", type(command).__name__, exc_info=error)
+                reason = f"{type(command).__name__} failed in the engine ({type(error).__name__})"
+                answer = wire.CommandAnswer(number, reason=reason, kind="died")
+            if self._engine.outputs is not outputs or self._engine.is_broken:  # a reset drops all requests
+                self._break(error)
         self._send(answer)
 
     def _abort(self, request_id: str) -> None:

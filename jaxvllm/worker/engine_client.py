@@ -12,6 +12,7 @@ from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.core.request import GenerationRequest, RequestOptions
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.engine.commands import (
+    CheckSleep,
     EngineCommand,
     PutToSleep,
     ReleaseKV,
@@ -232,6 +233,7 @@ class EngineClient(ABC):
         memory; on CPUs they are there already and stay. Level 2 drops the weights. Requests that come meanwhile wait.
         An engine that is started again is paused, and has its memory. Raises the errors of `ask`.
         """
+        await self.ask(CheckSleep(level))  # before the pause ends requests
         await self.pause(mode, clear_cache=level > 0)
         await self.ask(PutToSleep(level))
 

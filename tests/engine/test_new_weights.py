@@ -427,6 +427,8 @@ def test_the_directory_of_a_checkpoint(llm: LLM, expected: dict[int, list[list[i
     assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
     with pytest.raises(ValueError, match="nowhere"):
         llm.update_weights(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        llm.update_weights(tmp_path / ("x" * 300))
     assert greedy_tokens(llm, PROMPTS) == expected[OTHER.seed]
     llm.update_weights(str(FIXTURE.write_checkpoint(tmp_path / "old")))
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]

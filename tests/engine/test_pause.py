@@ -84,7 +84,11 @@ def test_an_abort_ends_all_that_run_and_wait_once(awake: LLM) -> None:
     some_steps(engine)
     engine.pause("abort")
     assert not engine.is_settled  # the ends are yet to be told
+    last = engine.abort("9")  # of one that the caller aborts, too, it is told now
+    assert last is not None and engine.abort("9") is None
     ended = run(engine)
+    assert "9" not in ended
+    ended["9"] = last
     assert {output.outputs[0].finish_reason for output in ended.values()} == {"abort"}
     got = tokens_of(ended)
     assert all(mine == whole[: len(mine)] for mine, whole in zip(got, expected, strict=True))
@@ -147,6 +151,8 @@ def test_a_sleep_gives_memory_back(
         awake.sleep(1, mode="keep")
         assert engine.sleeping == (("kv_cache",) if is_on_host else ("weights", "kv_cache"))
         assert holder.memory_use().pages == 0
+        with pytest.raises(ValueError, match="so no request can end by itself: call wake_up"):
+            awake.pause("wait")
         if not is_on_host:
             with pytest.raises(ValueError, match="the weights sleep"):
                 _ = awake.weights
@@ -213,7 +219,7 @@ def test_pages_that_go_elsewhere_stay(tiny_checkpoint: Path) -> None:
         for refused in (keeping.sleep, keeping.release_kv):
             with pytest.raises(NotImplementedError, match="sleep at level 0"):
                 refused()
-        keeping.resume()
+            assert not keeping.is_paused()
         greedy_tokens(keeping, PROMPTS[:2])
         keeping.sleep(0, mode="keep")
         assert keeping.wake_up()

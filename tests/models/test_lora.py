@@ -154,6 +154,7 @@ def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], mess
         ({"r": True}, ValueError, "positive integer"),
         ({"r": "4"}, ValueError, "positive integer"),
         ({"lora_alpha": float("inf")}, ValueError, "finite"),
+        ({"lora_alpha": 10**400}, ValueError, "finite"),
         ({"rank_pattern": {"(a+)+$": 4}}, ValueError, "no expression"),
         ({"rank_pattern": [1]}, ValueError, "does not say"),
         ({"use_dora": True}, NotImplementedError, "use_dora"),

@@ -21,6 +21,7 @@ from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.weight_version import WeightVersionSpan
 from jaxvllm.engine.commands import (
+    CheckSleep,
     EngineRest,
     PutToSleep,
     ReleaseKV,
@@ -300,6 +301,20 @@ def test_a_command_that_cannot_be_done_is_answered_with_the_reason(error: Except
     assert said == [wire.CommandAnswer(7, reason="why", kind=kind)]
 
 
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_command_that_fails_does_not_end_the_engine(is_reset: bool) -> None:
+    def fail(*of_update: Any) -> None:
+        if is_reset:
+            loop.outputs = SimpleNamespace(take_started=list)
+        raise MemoryError
+
+    loop = engine(update_weights=fail)
+    said = run(loop, wire.Ask(7, UpdateWeights("there")), wire.Ping())
+    reason = "UpdateWeights failed in the engine (MemoryError)"
+    assert said[-2] == wire.CommandAnswer(7, reason=reason, kind="died")
+    assert said[:-2] == ([wire.Broken("MemoryError")] if is_reset else [])
+
+
 def test_scores_of_a_prompt_are_sent_once() -> None:
     scores: list[dict[int, Logprob] | None] = [None, {2: Logprob(-1.0, 3, "b")}]
     outputs = deque(
@@ -364,6 +379,7 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)
         wire.Ask(5, ShowWeightVersions()),
         wire.Ask(6, SetPause("keep")),
         wire.Ask(6, SetPause(None)),
+        wire.Ask(7, CheckSleep(1)),
         wire.Ask(7, PutToSleep(2)),
         wire.Ask(7, ReleaseKV()),
         wire.Ask(8, WakeUp(("weights",))),
@@ -469,6 +485,20 @@ def test_an_output_that_cannot_be_sent_is_the_end_of_its_request_alone() -> None
     assert lost in said and aborted == ["a"]
     [output] = [output for report in said if isinstance(report, wire.Outputs) for output in report.outputs]
     assert (output.serial, output.completions[0].text) == (8, "fine")
+
+
+def test_the_last_output_of_a_request_that_was_aborted_is_told_to_nobody() -> None:
+    def step() -> list[RequestOutput]:
+        loop.has_work = False
+        ends = [CompletionOutput(0, "fine", [1])]
+        return [RequestOutput(name, None, [1, 2], ends, True, RequestMetrics(1.0)) for name in "ab"]
+
+    def abort(_: str) -> None:
+        loop.has_work = True
+
+    loop = engine(check_fits=lambda _: None, submit=lambda *_: None, step=step, abort=abort)
+    said = run(loop, wire.Add(7, asked("a")), wire.Add(8, asked("b")), wire.Abort(["a"]))
+    assert [output.serial for report in said if isinstance(report, wire.Outputs) for output in report.outputs] == [8]
 
 
 def test_an_abort_that_breaks_off_ends_all_requests_and_not_the_engine() -> None:
