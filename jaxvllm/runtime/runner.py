@@ -252,12 +252,13 @@ class Runner(PlanRunner):
     def replace_params(self, params: Params) -> None:
         """Computes with `params` after all steps that were dispatched. They are as those before in shapes and places.
 
+        What of them sleeps, such as drafts and adapters that stay, comes back to the devices.
         All devices of the mesh must be those of this process.
         """
         assert self._leader is None, "no other process has these arrays"
-        self._params = params
+        self._params = restored(params)
         if self.expert_slots is not None:
-            self.expert_slots.read(params)
+            self.expert_slots.read(self._params)
 
     def read_params(self, directory: Path) -> None:
         """Does the same with the weights of a directory, which all processes of the mesh read. Drafts stay.
@@ -414,7 +415,7 @@ class Runner(PlanRunner):
             read = self._read_weights(directory)
         except ValueError as error:
             return error
-        self._params = self._params | read
+        self._params = restored(self._params | read)  # drafts and adapters, which stay, may sleep
         if self.expert_slots is not None:
             self.expert_slots.begin()
         return None

@@ -158,3 +158,15 @@ def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:
     [plain] = llm.embed([PROMPTS[0]], use_tqdm=False)
     [adapted] = llm.embed([PROMPTS[0]], use_tqdm=False, lora_request=adapter)
     assert not np.allclose(plain.outputs.embedding, adapted.outputs.embedding, atol=1e-2)
+
+
+def test_adapters_that_sleep_come_back_with_new_weights(
+    llm: LLM, paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine.holders[0], "_is_on_host", False)
+    assert tokens_of(llm, paths) == expected
+    llm.sleep(1)
+    assert llm.engine.sleeping == ("weights", "kv_cache")
+    llm.update_weights(FIXTURE.weights())
+    assert llm.wake_up(["kv_cache"])
+    assert tokens_of(llm, paths) == expected
