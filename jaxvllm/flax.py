@@ -3,6 +3,7 @@
 It needs `pip install jaxvllm[flax]`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,11 +16,12 @@ from jax.typing import DTypeLike
 from jaxvllm.engine.llm import LLM
 from jaxvllm.model_name import resolve
 from jaxvllm.models import checkpoint
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.hf_export import HfExport, write_checkpoint
-from jaxvllm.models.params import Params, activation_dtype
+from jaxvllm.models.params import Params, activation_dtype, declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.trained_model import TrainedModel
@@ -50,7 +52,7 @@ class EngineModule(nnx.Module):
         self.model = model
         self.directory = directory
         self._structure = structure  # tells the forms
-        self.weights = _held(weights)
+        self.weights = _held_layers(weights, model.spec)
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
@@ -174,15 +176,31 @@ def _positions(segments: jax.Array) -> jax.Array:
     return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
 
 
-def _held(node: Any) -> Any:
-    """Returns a tree of parameters for a tree of arrays."""
+def _held_layers(weights: Params, spec: ModelSpec) -> Any:
+    """Returns a tree of parameters for all weights of a model."""
+    layers = weights["layers"]
+    held: Any
+    if isinstance(layers, list):
+        held = nnx.List([_held_dict(layer, declare_layer(spec, number)) for number, layer in enumerate(layers)])
+    else:
+        held = _held_dict(layers, {name: stack.decl for name, stack in layer_stacks(spec).items()})
+    others = {name: _held(node) for name, node in weights.items() if name != "layers"}
+    return nnx.Dict(others | {"layers": held})
+
+
+def _held_dict(arrays: Mapping[str, Any], decls: Mapping[str, ParamDecl]) -> Any:
+    return nnx.Dict({name: _held(node, decls[name].is_trained) for name, node in arrays.items()})
+
+
+def _held(node: Any, is_trained: bool = True) -> Any:
+    """Returns a tree of parameters for a tree of arrays, of which integers are never trained."""
     if isinstance(node, Matrix):
-        return _held(node.arrays)
+        return _held(node.arrays, is_trained)
     if isinstance(node, dict):
-        return nnx.Dict({name: _held(one) for name, one in node.items()})
+        return nnx.Dict({name: _held(one, is_trained) for name, one in node.items()})
     if isinstance(node, list):
-        return nnx.List(map(_held, node))
-    return (nnx.Param if jnp.issubdtype(node.dtype, jnp.floating) else nnx.Variable)(node)
+        return nnx.List([_held(one, is_trained) for one in node])
+    return (nnx.Param if is_trained and jnp.issubdtype(node.dtype, jnp.floating) else nnx.Variable)(node)
 
 
 def _arrays(like: Any, held: Any) -> Any:

@@ -72,6 +72,7 @@ class JaxvllmRollout(BaseRollout):  # type: ignore[misc]
             )
         self._llm, self._actor, self._tokenizer = llm, rollout_actor, tokenizer
         self._served: list[jax.Array] = []
+        self._version: str | None = None  # of the engine's weights, when it took these
 
     @property
     def mesh(self) -> Mesh:
@@ -124,9 +125,11 @@ class JaxvllmRollout(BaseRollout):  # type: ignore[misc]
         """Lets the engine compute with the arrays that the actor has now."""
         tree = self._actor.tree()
         arrays = jax.tree.leaves(tree)
-        if len(arrays) != len(self._served) or any(a is not b for a, b in zip(arrays, self._served, strict=True)):
+        is_served = len(arrays) == len(self._served) and all(a is b for a, b in zip(arrays, self._served, strict=True))
+        # Somebody else may have given the engine other weights meanwhile.
+        if not is_served or self._llm.weight_version != self._version:
             self._llm.update_weights(tree)
-            self._served = arrays
+            self._served, self._version = arrays, self._llm.weight_version
 
     def _tokens(self, prompt: str) -> list[int]:
         tokens = self._llm.get_tokenizer().encode(prompt)

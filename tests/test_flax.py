@@ -15,8 +15,16 @@ from flax import nnx
 
 from jaxvllm import LLM, SamplingParams
 from jaxvllm.flax import EngineModule
+from jaxvllm.models.families import model_spec
+from jaxvllm.models.kv_scales import with_kv_scales
+from jaxvllm.models.params import Layout, abstract_params
+from jaxvllm.models.trained_model import TrainedModel
+from pallas_kernels.backend import REFERENCE
+from sharding.mesh import MeshShape
+from sharding.placement import make_mesh
 from tests.conftest import Compilations
 from tests.engine.tiny import greedy_tokens, random_prompts, tiny_llm, write_tiny_checkpoint
+from tests.models.fixture import Fixture
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,18 @@ def test_parameters_are_the_engines_arrays(llm: LLM) -> None:
     llm.update_weights(module.tree())
     pointers = [[x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)] for tree in (before, llm.weights)]
     assert pointers[0] == pointers[1], "what is in place is not copied"
+
+
+@pytest.mark.parametrize("layout", ["separate", "stacked"])
+def test_floats_that_are_not_trained_are_no_parameters(layout: Layout) -> None:
+    fixture = Fixture.load("deepseek_v3")
+    spec, mesh = model_spec(fixture.config), make_mesh(MeshShape(1, 1), jax.devices())
+    spec = with_kv_scales(spec)
+    weights = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), abstract_params(spec, "float32", layout, mesh))
+    module = EngineModule(weights, TrainedModel.of(weights, spec, mesh, REFERENCE), Path())
+    others = nnx.to_flat_state(nnx.state(module, nnx.Not(nnx.Param)))
+    assert {path[-1] for path, _ in others} == {"kv_scales", "router_choice"}
+    assert jax.tree.structure(module.tree()) == jax.tree.structure(weights)
 
 
 def test_a_trainer_has_the_bits_of_the_engine(llm: LLM) -> None:

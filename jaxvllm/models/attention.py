@@ -95,7 +95,8 @@ KV_SCALES = "kv_scales"
 def kv_scales_declared(num_kv_heads: int, group: int) -> dict[str, ParamDecl]:
     """Returns the scales of each head's keys and values in pages, which has `group` query heads."""
     heads, axes = HeadGroups(group, 0, 2), ("kv_heads", None)
-    return {KV_SCALES: ParamDecl((num_kv_heads, 2), axes, "ones", "scales", dtype="float32", heads=heads)}
+    scales = ParamDecl((num_kv_heads, 2), axes, "ones", "scales", dtype="float32", heads=heads, is_trained=False)
+    return {KV_SCALES: scales}
 
 
 def kv_scales_of(weights: Mapping[str, Any]) -> jax.Array | None:

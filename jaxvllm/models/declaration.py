@@ -46,6 +46,7 @@ class ParamDecl:
     heads: HeadGroups | None = None
     chosen: tuple[int, int] | None = None  # of experts: how many of how many a token chooses
     per_element: int = 1  # weights in an element, where a byte has several
+    is_trained: bool = True  # False: gradients are no way to change it, nor is the decay of weights
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)

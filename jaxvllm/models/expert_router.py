@@ -99,7 +99,8 @@ class ExpertRouter:
         """Returns its arrays by name."""
         decls = self.logits.declare("router")
         if self.has_choice_bias:
-            decls["router_choice"] = ParamDecl((self.num_experts,), (None,), "zeros", dtype="float32")
+            # It only chooses: no gradient reaches it, and trainers move it by the loads of the experts.
+            decls["router_choice"] = ParamDecl((self.num_experts,), (None,), "zeros", dtype="float32", is_trained=False)
         return decls
 
     def choose(self, weights: Mapping[str, Any], x: jax.Array, backend: Backend) -> tuple[jax.Array, jax.Array]:

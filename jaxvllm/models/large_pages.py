@@ -15,10 +15,11 @@ _ALIGN = 64  # bytes: XLA uses arrays that begin at a multiple of these in place
 
 
 def kept_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Makes zeros for an array that stays, beside others that stay: their memory is freed when none is left.
+    """Makes zeros for an array that stays, beside others that stay.
 
-    It begins at a multiple of 64 bytes. Linux maps it in pages of 2 MiB where it can (madvise). NumPy asks for these
-    for arrays of 4 MiB and more, and most matrices of few bits have less.
+    A piece of memory is freed when none of its arrays is left. The current one, of which the next arrays are cut,
+    is kept: 32 MiB. An array begins at a multiple of 64 bytes. Linux maps it in pages of 2 MiB where it can (madvise).
+    NumPy asks for these for arrays of 4 MiB and more, and most matrices of few bits have less.
     """
     size = math.prod(shape) * dtype.itemsize
     return _pieces().take(size).view(dtype).reshape(shape)
@@ -45,7 +46,8 @@ class _Pieces:
 
 def _piece(size: int) -> np.ndarray:
     """Returns zeros that begin with a large page."""
-    memory = mmap.mmap(-1, size + _LARGE_PAGE)
+    # Shared memory, which is the default, has large pages only where the system allows them for files in memory.
+    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without large pages
             memory.madvise(mmap.MADV_HUGEPAGE)

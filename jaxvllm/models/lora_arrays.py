@@ -125,9 +125,9 @@ class LoraArrays:
         modules = lora_modules(spec, family)
         if not modules:
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
-        one_by_one = layout == "separate" and isinstance(forms.table, OnCpu)
+        one_by_one = layout == "separate" and isinstance(forms.adapters, OnCpu)
         served = with_lora(spec, modules, num_slots, rank, one_by_one)
-        return cls(served, modules, size, layout, jnp.dtype(dtype), forms.table)
+        return cls(served, modules, size, layout, jnp.dtype(dtype), forms.adapters)
 
     @property
     def rank(self) -> int:

@@ -177,10 +177,16 @@ class Deployment:
         """
         by_tile = self.layout == "separate"
         forms = Forms.chosen(self.quantization, self.backend, may_turn=False, by_tile=by_tile, shards=self.size)
+        dtype = jnp.dtype(self.dtype)
+        if self.quantization is not None and by_tile and self.compiled_mesh.num_devices == 1:
+            # An engine rounds the LM head, too, where our own kernels for this CPU take it.
+            kernels = self.target.matrix_kernels(dtype)
+            own = Forms.chosen(self.quantization, kernels, may_turn=True, by_tile=by_tile, dtype=dtype)
+            forms = replace(forms, head=own.head, table=own.table)
         if self.gguf is not None:
             weights = StoredWeights.open(Path(self.gguf), self.hf_config, self._plain_spec)
             if forms.stored is not None:
-                kernels = self.target.matrix_kernels(jnp.dtype(self.dtype))
+                kernels = self.target.matrix_kernels(dtype)
                 forms = replace(forms, stored=FewBitsForms(kernels, by_tile, self.size))
             return replace(forms, own=stored_forms(weights, self.spread, self.layout, self.dtype, forms))
         encoding = published_encoding(self.hf_config)

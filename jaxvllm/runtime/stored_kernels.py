@@ -20,7 +20,10 @@ _SOURCES = Path(__file__).parents[2] / "pallas_kernels"
 
 
 class StoredKernels:
-    """Object files by the names of their handlers, for the sources and the compiler of this process."""
+    """Object files by the names of their handlers, for the sources and the compiler of this process.
+
+    It keeps nothing where the sources are not files, as in a zip, because no name could tell versions apart.
+    """
 
     def __init__(self, directory: Path):
         """Opens those in `directory`, which must be private (`entry_files.make_private`), and cleans it up."""
@@ -29,29 +32,42 @@ class StoredKernels:
 
     def load(self, target: str) -> bytes | None:
         """Returns the object file of the handler `target`, or None if there is none that is whole."""
-        content = self._files.read(_name(target))
-        if content is None:
+        name = _name(target)
+        if name is None or (content := self._files.read(name)) is None:
             return None
         digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if hashlib.sha256(code).digest() != digest:
-            self._files.discard(_name(target), ValueError("it is not what was written"))
+        if _digest(target, code) != digest:
+            self._files.discard(name, ValueError("it is not what was written"))
             return None
         return code
 
     def store(self, target: str, code: bytes) -> None:
         """Writes the object file of the handler `target` for later starts."""
-        self._files.write(_name(target), hashlib.sha256(code).digest() + code)
+        if (name := _name(target)) is not None:
+            self._files.write(name, _digest(target, code) + code)
 
 
-def _name(target: str) -> str:
-    return hashlib.sha256(f"{target}\n{_surroundings()}".encode()).hexdigest()
+def _digest(target: str, code: bytes) -> bytes:
+    """Returns what tells that a file is whole and has the code of this handler, and not of one that was renamed."""
+    return hashlib.sha256(f"{target}\n".encode() + code).digest()
+
+
+def _name(target: str) -> str | None:
+    surroundings = _surroundings()
+    return None if surroundings is None else hashlib.sha256(f"{target}\n{surroundings}".encode()).hexdigest()
 
 
 @cache
-def _surroundings() -> str:
-    """Returns all that a kernel is compiled from, but for its name, which tells its options and the CPU's features."""
+def _surroundings() -> str | None:
+    """Returns all that a kernel is compiled from, but for its name, which tells its options and the CPU's features.
+
+    None: the sources are not here as files.
+    """
     digest = hashlib.sha256()
-    for path in sorted(_SOURCES.rglob("*.py")):
+    paths = sorted(_SOURCES.rglob("*.py"))
+    if not paths:
+        return None
+    for path in paths:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(_SOURCES)} {len(content)}\n".encode() + content)
     return f"{digest.hexdigest()} llvmlite {version('llvmlite')}"

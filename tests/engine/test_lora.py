@@ -103,6 +103,14 @@ def test_everywhere(checkpoint: Path, paths: list[Path], expected: list[list[int
         assert_idle(llm)
 
 
+def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]) -> None:
+    adapter = LoRARequest("adapter 1", 1, str(paths[0]))
+    with tiny_llm(checkpoint, **OPTIONS, quantization="int8") as llm:
+        [base] = greedy_tokens(llm, PROMPTS[:1])
+        [adapted] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
+    assert len(adapted.outputs[0].token_ids) == len(base) and adapted.outputs[0].token_ids != base
+
+
 def test_an_adapter_that_was_changed_shares_no_page_with_what_it_was(
     llm: LLM, tmp_path: Path, paths: list[Path]
 ) -> None:

@@ -118,7 +118,7 @@ FAMILIES = (
 )
 
 
-TURNED = Forms(Turned(), Turned())
+TURNED = Forms(layers=Turned(), outside=Turned(), head=Turned())
 # A form knows a matrix and no family: those with fused, plain, gated and tied matrices stand for all.
 WITH_TURNED = ("llama", "phi3", "gpt2", "gemma4", "qwen3_5")
 

@@ -50,7 +50,8 @@ pytestmark = pytest.mark.usefixtures("quick_fusions")
 TOKENS = list(range(3, 20))
 DECL = ParamDecl((2, 24, 40), (None, None, None))
 INT8 = Forms(layers=ScaledRows())
-KERNELS = Forms(CpuInt8(host_chip()), CpuKernel(host_chip()), CpuKernel(host_chip()))
+AS_STORED = CpuKernel(host_chip())
+KERNELS = Forms(layers=CpuInt8(host_chip()), outside=AS_STORED, head=AS_STORED, table=AS_STORED)
 # A gated FFN with grouped heads, and one with two matrices, biases and a tied embedding.
 NAMES = ["llama", "gpt2"]
 

@@ -1,10 +1,13 @@
 """Memory of weights on a CPU."""
 
 import gc
+import sys
 import weakref
+from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from jaxvllm.models.large_pages import _LARGE_PAGE, _PIECE, kept_zeros
 
@@ -32,3 +35,12 @@ def test_a_large_array_has_memory_of_its_own_and_it_is_freed_with_it() -> None:
     del large
     gc.collect()
     assert memory() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how memory is mapped")
+def test_memory_is_private_because_shared_memory_may_have_no_large_pages() -> None:
+    array = kept_zeros((_PIECE,), np.dtype(np.uint8))
+    address = array.ctypes.data
+    mappings = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [(*(int(end, 16) for end in span.split("-")), permissions) for span, permissions, *_ in mappings]
+    assert [permissions for first, last, permissions in spans if first <= address < last] == ["rw-p"]

@@ -193,7 +193,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-TURNED = Forms(Turned(), Turned())
+TURNED = Forms(layers=Turned(), outside=Turned(), head=Turned())
 
 
 def load(model: Path, layout: Layout, size: int = 1, forms: Forms = PLAIN_FORMS) -> tuple[Any, ModelSpec]:

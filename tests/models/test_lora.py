@@ -79,7 +79,7 @@ def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_p
     fixture = Fixture.load(name)
     layout: Layout = "stacked" if way == "stacked" else "separate"
     chip = host_chip()
-    forms = Forms(table=CpuKernel(chip)) if way == "one by one" and chip is not None else PLAIN_FORMS
+    forms = Forms(adapters=CpuKernel(chip)) if way == "one by one" and chip is not None else PLAIN_FORMS
     arrays = arrays_of(fixture, layout, forms)
     assert any(layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
     adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True})

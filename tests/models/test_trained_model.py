@@ -118,7 +118,7 @@ def test_derivatives_have_the_order_of_a_form(kind: str) -> None:
     tokens = tokens_of(model)
     value, grads = derivatives(model, params, tokens)
     form: Any = Turned() if kind == "turned" else Packed(host_chip(), "float32")
-    formed, held = model_of("llama", forms=Forms(form, form))
+    formed, held = model_of("llama", forms=Forms(layers=form, outside=form, head=form))
     same, of_forms = derivatives(formed, held, tokens)
     assert same == pytest.approx(value, abs=1e-5)
 

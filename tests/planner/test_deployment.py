@@ -2,9 +2,14 @@
 
 import pytest
 
+from jaxvllm.config import EngineConfig
+from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.models.forms import PLAIN
 from jaxvllm.planner.deployment import Deployment
 from jaxvllm.planner.known_models import find_config
 from jaxvllm.runtime.buckets import Bucket
+from pallas_kernels.backend import Backend
+from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import KVQuantization
 from tests.planner.deployments import TINY, deployment
 
@@ -87,3 +92,18 @@ def test_the_plan_takes_the_way_to_experts_that_an_engine_would(device, mesh, ba
 def test_a_plan_keeps_the_bits_that_an_engine_would(device, mesh, kept):
     config = find_config("gpt-oss-20b")[1] | {"quantization_config": {"quant_method": "mxfp4"}}
     assert {name for name, _ in deployment(config, device, mesh=mesh).forms.own} == kept
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_for_one_cpu_keeps_the_head_as_an_engine_does(tied):
+    # The head has 4 MiB in float32, and the layers next to nothing.
+    config = TINY | {"vocab_size": 4096, "hidden_size": 256, "tie_word_embeddings": tied}
+    plain, rounded, two = (
+        deployment(config, "cpu", dtype="float32", quantization=quantization, mesh=mesh)
+        for quantization, mesh in ((None, "1x1"), ("int4", "1x1"), ("int4", "1x2"))
+    )
+    resolved = ResolvedConfig.of(EngineConfig(dtype="float32", quantization="int4"), config, "cpu")
+    forms = resolved.forms(Backend("cpu", host_chip()), 1, 1)
+    assert (rounded.forms.head, rounded.forms.table) == (forms.head, forms.table)
+    assert plain.share.weight_bytes - rounded.share.weight_bytes > 2.5 * 2**20
+    assert two.forms.head == two.forms.table == PLAIN

@@ -13,7 +13,7 @@ import pytest
 from jaxvllm.models.expert_router import ExpertRouter
 from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families import model_spec
-from jaxvllm.models.forms import PLAIN, PLAIN_FORMS, Forms
+from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.form import Form
@@ -166,7 +166,8 @@ def test_no_copy_of_a_weight_where_layers_follow_a_period() -> None:
 
 
 def test_no_copy_of_a_weight_that_was_turned_round() -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(Turned(), Turned()))
+    forms = Forms(layers=Turned(), outside=Turned(), head=Turned())
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, forms)
     turned = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert turned.step_bytes < smallest_matrix("separate")
 
@@ -175,14 +176,17 @@ def test_no_copy_of_a_weight_that_was_turned_round() -> None:
     "form", [CpuInt8(host_chip()), FewBitsForms(Backend("cpu", host_chip())).named("int4")], ids=["int8", "int4"]
 )
 def test_no_copy_of_integers_in_another_dtype(form: Form) -> None:
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(form, Packed(host_chip(), "float32")))
+    usual = Packed(host_chip(), "float32")
+    forms = Forms(layers=form, outside=usual, head=usual)
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, forms)
     kernels = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert kernels.step_bytes < smallest_matrix("separate")
 
 
 def test_groups_are_decoded_a_tile_at_a_time() -> None:
     kernel = CpuKernel(host_chip())
-    params = abstract_params(SPEC, jnp.float32, "separate", MESH, Forms(ScaledGroups(UINT4, 128, "bfloat16"), kernel))
+    forms = Forms(layers=ScaledGroups(UINT4, 128, "bfloat16"), outside=kernel, head=kernel)
+    params = abstract_params(SPEC, jnp.float32, "separate", MESH, forms)
     groups = StepCompiler(params, KV, SPEC, SHAPE, REFERENCE, MESH).compile(DECODE)
     assert groups.step_bytes < smallest_matrix("separate")
 
@@ -193,7 +197,9 @@ def test_no_stack_of_experts_is_copied(layout: Layout) -> None:
     experts = ExpertsFfn(1024, 512, ExpertRouter(1024, 16, 2))
     spec = replace(SPEC, layers=tuple(replace(layer, ffn=experts) for layer in SPEC.layers))
     kernel = Packed(host_chip(), "float32")
-    forms = Forms(kernel, kernel, PLAIN, kernel) if layout == "separate" else PLAIN_FORMS
+    forms = PLAIN_FORMS
+    if layout == "separate":
+        forms = Forms(layers=kernel, outside=kernel, head=kernel, experts=kernel)
     params = abstract_params(spec, jnp.float32, layout, MESH, forms)
     assert StepCompiler(params, KV, spec, SHAPE, REFERENCE, MESH).compile(DECODE).step_bytes < 32 * 2**20
 

@@ -19,6 +19,7 @@ from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler, registered_code
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.cpu.machine_code import LoadedHandler
 
 emitted: list[int] = []
 
@@ -87,6 +88,31 @@ def test_a_damaged_file_is_compiled_again(
     new_process()
     assert code_of(tmp_path, 1) == first and emitted == [1]
     assert path.read_bytes() == whole
+
+
+def test_a_file_under_the_name_of_another_kernel_is_compiled_again(tmp_path: Path, new_process: NewProcess) -> None:
+    new_process()
+    first = code_of(tmp_path, 1)
+    [path] = tmp_path.iterdir()
+    other = code_of(tmp_path, 2)
+    [other_path] = set(tmp_path.iterdir()) - {path}
+    path.write_bytes(other_path.read_bytes())
+    new_process()
+    assert code_of(tmp_path, 1) == first and emitted == [1]
+    with pytest.raises(ValueError, match="has no function"):
+        LoadedHandler(Handler(adding_some, (1,), host_chip()).target, other)
+
+
+def test_nothing_is_stored_where_the_sources_are_no_files(
+    tmp_path: Path, new_process: NewProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_kernels, "_SOURCES", tmp_path / "none")
+    monkeypatch.setattr(stored_kernels, "_surroundings", stored_kernels._surroundings.__wrapped__)
+    new_process()
+    code_of(tmp_path, 1)
+    new_process()
+    code_of(tmp_path, 1)
+    assert emitted == [1] and not any(tmp_path.iterdir())
 
 
 def test_kernels_that_others_may_write_are_not_used(tmp_path: Path, new_process: NewProcess) -> None:

@@ -143,7 +143,7 @@ class FewBitsForms:
         return form
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forms:
     """The forms of a model's matrices.
 
@@ -152,6 +152,7 @@ class Forms:
     head: of an LM head of its own
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
+    adapters: of the two matrices of each adapter (LoRA), which are never rounded
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
     pads_tables: whether rows of embeddings and of the LM head are filled up to whole tiles, as TPUs need them
     own: the forms of some matrices, by their names and layers, which come before all others. None stands for outside
@@ -163,6 +164,7 @@ class Forms:
     head: Form = PLAIN
     table: Form = PLAIN
     experts: Form = PLAIN
+    adapters: Form = PLAIN
     stored: FewBitsForms | None = None
     pads_tables: bool = False
     own: Mapping[MatrixKey, Form] = field(default_factory=dict)
@@ -201,13 +203,22 @@ class Forms:
         elif quantization is None and isinstance(backend.chip, GpuChip):
             experts = GpuExperts(backend.chip, backend.interpret)
         stored = in_few_bits if quantization is None else None
-        # The rows of a table are looked up.
-        table: Form = PLAIN if chip is None else CpuKernel(chip)
-        head = usual
+        # The rows of a table are looked up, and adapters come and go, so that neither is put into another order.
+        as_stored: Form = PLAIN if chip is None else CpuKernel(chip)
+        head, table = usual, as_stored
         if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
             head = CpuGroups(_HEAD, _HEAD.group, chip)
             table = CodeTable(head, jnp.dtype(dtype).name)
-        return cls(layers, usual, head, table, experts, stored, pads_tables=isinstance(backend.chip, TpuChip))
+        return cls(
+            layers=layers,
+            outside=usual,
+            head=head,
+            table=table,
+            experts=experts,
+            adapters=as_stored,
+            stored=stored,
+            pads_tables=isinstance(backend.chip, TpuChip),
+        )
 
     def of(self, name: str, decl: ParamDecl, layer: int | None) -> Form:
         """Returns the form of the array with that name and declaration, of a layer or, with None, outside of them."""

@@ -527,4 +527,4 @@ def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
     assert share.weight_bytes == sum(array.nbytes for array in jax.tree.leaves(params))
     assert share.flops(7, 3) == Share(Spread(spec), jnp.dtype("float32")).flops(7, 3)
     int4 = FewBitsForms(by_tile=True).named("int4_g32")
-    assert Share(Spread(spec), jnp.dtype("float32"), Forms(int4)).flops(7, 3) == share.flops(7, 3)
+    assert Share(Spread(spec), jnp.dtype("float32"), Forms(layers=int4)).flops(7, 3) == share.flops(7, 3)
