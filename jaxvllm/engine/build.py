@@ -207,9 +207,8 @@ def build(
             try:
                 return _load(replace(config, load_format="auto"), given, resolved, meshes, held)
             except OSError as error:  # the directory comes from a caller, who gave no name that can be read
-                raise ValueError(
-                    f"the weights of {str(given)[:200]} cannot be read: {error.strerror or error}"
-                ) from error
+                why = error.strerror or error
+                raise ValueError(f"the weights of {str(given)[:200]} cannot be read: {why}") from error
         if kept is not None and config.eplb is not None:
             raise NotImplementedError("with enable_eplb experts have moved: give all weights, not a part of them")
         return _load(config, directory, resolved, meshes, held, given, kept)
