@@ -197,7 +197,7 @@ def test_virtual_devices_share_the_memory_of_their_host(monkeypatch: pytest.Monk
     smallest = resolved.cache_shape(num_pages=2)
     state = state_bytes(smallest.sizes(spec)) * sum(one.size for one in meshes)
     monkeypatch.setattr(build, "free_bytes", lambda device, _: (100 if device == fullest else 200) * page_bytes + state)
-    assert build._num_pages(config, resolved, smallest, {}, Bucket(16, 8), Backend(), meshes, StepCompiler) == pages
+    assert build._num_pages(config, spec, smallest, {}, Bucket(16, 8), Backend(), meshes, StepCompiler) == pages
 
 
 # Two replicas.
