@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
-from pallas_kernels.integer_matmul.api import Arrays, checked_dtype, flat_arrays, without_padding
+from pallas_kernels.integer_matmul.api import Arrays, call_by_panels, checked_dtype
 from pallas_kernels.integer_matmul.code_panels import CodePanels
 from pallas_kernels.small_matmul.api import Gate
 
@@ -44,11 +43,6 @@ def float8_matmul(
 
     assert panels.is_float8, panels
     out_dtype = checked_dtype(x, matrices, panels, dtype, gate, starts)
-    rows_of, of_groups = ("whole", []) if starts is None else ("groups", [starts])
+    rows_of = "whole" if starts is None else "groups"
     handler = Handler(multiply_by_float8, (x.dtype.name, out_dtype, gate or NO_GATE, rows_of, panels), chip)
-    flat = [flat_arrays(panels, arrays) for arrays in matrices]
-    parts = (1 if starts is None else len(starts) - 1) * (1 if gate is None else 2)
-    out = jax.ShapeDtypeStruct((len(x), len(flat[0][0]) // parts * panels.columns), out_dtype)
-    arrays = [array for matrix in flat for array in matrix]
-    y: jax.Array = handler(out, x, jnp.asarray(index, jnp.int32), *of_groups, *arrays)
-    return without_padding(y, panels, outs)
+    return call_by_panels(handler, [x], matrices, index, panels, outs, starts, out_dtype, gate)

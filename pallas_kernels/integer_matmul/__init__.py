@@ -2,9 +2,6 @@
 
 from pallas_kernels.integer_matmul.api import (
     TokenCodes,
-    integer_gated_matmul,
-    integer_grouped_gated_matmul,
-    integer_grouped_matmul,
     integer_matmul,
     rounded_tokens,
 )
@@ -13,9 +10,6 @@ from pallas_kernels.integer_matmul.code_panels import CodePanels
 __all__ = [
     "CodePanels",
     "TokenCodes",
-    "integer_gated_matmul",
-    "integer_grouped_gated_matmul",
-    "integer_grouped_matmul",
     "integer_matmul",
     "rounded_tokens",
 ]

@@ -52,10 +52,17 @@ def integer_matmul(
     *,
     panels: CodePanels,
     outs: int,
+    starts: jax.Array | None = None,
     dtype: DTypeLike | None = None,
+    gate: Gate | None = None,
     chip: CpuChip,
 ) -> jax.Array:
     """Multiplies x [T, in] by matrix number `index`, [.., outs, in] each, in panels: [T, .. * outs] in `dtype`.
+
+    starts  # i32[G + 1]: each row has a matrix of its own, of [G, .., outs, in]. Rows starts[g] to starts[g + 1] are
+    those of group g; the rest of the result is arbitrary
+    gate: the matrices are [.., 2, outs, in], of the halves a and b, and the result is gate(x a) * (x b), [T, outs],
+    which is rounded once
 
     Tokens are rounded to integers of eight bits, `panels.together` inputs with one size, and products with codes are
     summed in integers, exactly. Sums over groups are in float32. So each row of the result has the same bits whatever
@@ -63,105 +70,41 @@ def integer_matmul(
 
     Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
     """
-    from pallas_kernels.integer_matmul.kernel import matmul
+    # Imported here: only where it runs must llvmlite be installed.
+    from pallas_kernels.integer_matmul import kernel
 
-    out_dtype = checked_dtype(x, matrices, panels, dtype)
-    handler = Handler(matmul, (out_dtype, panels), chip)
-    return _product(handler, x, matrices, index, [], panels, outs, out_dtype, chip)
-
-
-def integer_gated_matmul(
-    x: jax.Array,
-    matrices: Sequence[Arrays],
-    index: jax.Array | int,
-    *,
-    panels: CodePanels,
-    outs: int,
-    gate: Gate,
-    chip: CpuChip,
-) -> jax.Array:
-    """Computes gate(x a) * (x b) for x [T, in] and a matrix [2, outs, in], whose halves are a and b: [T, outs].
-
-    Otherwise it is as `integer_matmul`. The products are rounded once, after the gate.
-    """
-    from pallas_kernels.integer_matmul.kernel import gated
-
-    out_dtype = checked_dtype(x, matrices, panels, None, gate)
-    handler = Handler(gated, (out_dtype, gate, panels), chip)
-    return _product(handler, x, matrices, index, [], panels, outs, out_dtype, chip, halves=2)
-
-
-def integer_grouped_matmul(
-    x: jax.Array,
-    stacks: Sequence[Arrays],
-    index: jax.Array | int,
-    starts: jax.Array,
-    *,
-    panels: CodePanels,
-    outs: int,
-    dtype: DTypeLike | None = None,
-    chip: CpuChip,
-) -> jax.Array:
-    """Multiplies each row of x [N, in] by the matrix of its group, of stack number `index`, [G, .., outs, in] each.
-
-    starts  # i32[G + 1]: rows starts[g] to starts[g + 1] are those of group g; the rest of the result is arbitrary
-
-    Otherwise it is as `integer_matmul`.
-    """
-    from pallas_kernels.integer_matmul.kernel import grouped
-
-    out_dtype = checked_dtype(x, stacks, panels, dtype, starts=starts)
-    handler = Handler(grouped, (out_dtype, panels), chip)
-    return _product(handler, x, stacks, index, [starts], panels, outs, out_dtype, chip, groups=len(starts) - 1)
-
-
-def integer_grouped_gated_matmul(
-    x: jax.Array,
-    stacks: Sequence[Arrays],
-    index: jax.Array | int,
-    starts: jax.Array,
-    *,
-    panels: CodePanels,
-    outs: int,
-    gate: Gate,
-    chip: CpuChip,
-) -> jax.Array:
-    """Computes gate(x a) * (x b) for the matrix [2, outs, in] of each row's group, whose halves are a and b: [N, outs].
-
-    Otherwise it is as `integer_grouped_matmul`.
-    """
-    from pallas_kernels.integer_matmul.kernel import grouped_gated
-
-    out_dtype = checked_dtype(x, stacks, panels, None, gate, starts)
-    handler = Handler(grouped_gated, (out_dtype, gate, panels), chip)
-    groups = len(starts) - 1
-    return _product(handler, x, stacks, index, [starts], panels, outs, out_dtype, chip, groups=groups, halves=2)
-
-
-def _product(
-    handler: Handler,
-    x: jax.Array,
-    matrices: Sequence[Arrays],
-    index: jax.Array | int,
-    starts: Sequence[jax.Array],
-    panels: CodePanels,
-    outs: int,
-    dtype: str,
-    chip: CpuChip,
-    *,
-    groups: int = 1,
-    halves: int = 1,
-) -> jax.Array:
-    flat = [flat_arrays(panels, arrays) for arrays in matrices]
-    columns = len(flat[0][0]) // (groups * halves) * panels.columns
+    out_dtype = checked_dtype(x, matrices, panels, dtype, gate, starts)
+    if gate is None:
+        handler = Handler(kernel.matmul if starts is None else kernel.grouped, (out_dtype, panels), chip)
+    else:
+        emit = kernel.gated if starts is None else kernel.grouped_gated
+        handler = Handler(emit, (out_dtype, gate, panels), chip)
     tokens = rounded_tokens(x, panels.together, chip)
-    out = jax.ShapeDtypeStruct((len(x), columns), dtype)
+    return call_by_panels(handler, tokens, matrices, index, panels, outs, starts, out_dtype, gate)
+
+
+def call_by_panels(
+    handler: Handler,
+    tokens: Sequence[jax.Array],
+    matrices: Sequence[Arrays],
+    index: jax.Array | int,
+    panels: CodePanels,
+    outs: int,
+    starts: jax.Array | None,
+    dtype: str,
+    gate: Gate | None,
+) -> jax.Array:
+    """Calls a kernel that multiplies tokens, one in each row of its first arguments, by matrices in panels of codes."""
+    flat = [flat_arrays(panels, arrays) for arrays in matrices]
+    parts = (1 if starts is None else len(starts) - 1) * (1 if gate is None else 2)
+    out = jax.ShapeDtypeStruct((len(tokens[0]), len(flat[0][0]) // parts * panels.columns), dtype)
+    of_groups = [] if starts is None else [starts]
     arrays = [array for matrix in flat for array in matrix]
-    y: jax.Array = handler(out, *tokens, jnp.asarray(index, jnp.int32), *starts, *arrays)
-    return without_padding(y, panels, outs)
+    y: jax.Array = handler(out, *tokens, jnp.asarray(index, jnp.int32), *of_groups, *arrays)
+    return _without_padding(y, panels, outs)
 
 
-def without_padding(y: jax.Array, panels: CodePanels, outs: int) -> jax.Array:
+def _without_padding(y: jax.Array, panels: CodePanels, outs: int) -> jax.Array:
     """Returns outputs [T, .. * outs] without those that the last panel of each matrix has for nothing."""
     padded = -(-outs // panels.columns) * panels.columns
     return y if padded == outs else y.reshape(len(y), -1, padded)[..., :outs].reshape(len(y), -1)

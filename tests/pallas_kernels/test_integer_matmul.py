@@ -14,9 +14,6 @@ from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.machine_code import compile_handler
 from pallas_kernels.integer_matmul import (
     CodePanels,
-    integer_gated_matmul,
-    integer_grouped_gated_matmul,
-    integer_grouped_matmul,
     integer_matmul,
     rounded_tokens,
 )
@@ -160,7 +157,7 @@ def test_gated_products(gate: Any, lanes: int) -> None:
 
     @jax.jit
     def call(x: jax.Array, arrays: Any) -> jax.Array:
-        return integer_gated_matmul(x, [arrays], 0, panels=panels, outs=37, gate=gate, chip=CPU_CHIPS[lanes])
+        return integer_matmul(x, [arrays], 0, panels=panels, outs=37, gate=gate, chip=CPU_CHIPS[lanes])
 
     a, b = rounded(np.asarray(x), 128) @ matrix(panels, arrays, 37, ins).transpose(0, 2, 1)
     together = np.asarray(call(x, arrays))
@@ -177,8 +174,8 @@ def test_experts_multiply_the_rows_of_their_groups(lanes: int) -> None:
 
     @jax.jit
     def call(x: jax.Array, starts: jax.Array, stack: Any) -> tuple[jax.Array, jax.Array]:
-        plain = integer_grouped_matmul(x, [stack], 0, starts, panels=panels, outs=40, chip=chip)
-        gated = integer_grouped_gated_matmul(x, [stack], 0, starts, panels=panels, outs=40, gate="silu", chip=chip)
+        plain = integer_matmul(x, [stack], 0, starts=starts, panels=panels, outs=40, chip=chip)
+        gated = integer_matmul(x, [stack], 0, starts=starts, panels=panels, outs=40, gate="silu", chip=chip)
         return plain, gated
 
     plain, gated = (np.asarray(y) for y in call(x, starts, stack))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from jaxvllm.models.tiling import Box, Fill
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.integer_matmul import (
     CodePanels,
-    integer_gated_matmul,
-    integer_grouped_gated_matmul,
-    integer_grouped_matmul,
     integer_matmul,
 )
 from pallas_kernels.integer_matmul.code_panels import (
@@ -61,6 +58,8 @@ class CpuGroups(FewBits):
     group: int | None
     chip: CpuChip
     outs: tuple[int, ...] = ()
+
+    multiply: ClassVar[Callable[..., jax.Array]] = staticmethod(integer_matmul)  # the kernel
 
     @staticmethod
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
@@ -199,7 +198,7 @@ class CpuGroups(FewBits):
     def product_with_one(
         self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, dtype: DTypeLike | None
     ) -> jax.Array:
-        y = integer_matmul(x, matrices, index, dtype=dtype, **self._options(x))
+        y = self._multiplied(x, matrices, index, dtype=dtype)
         return y.reshape(len(x), *self.outs)
 
     def gated_product(
@@ -207,10 +206,10 @@ class CpuGroups(FewBits):
     ) -> jax.Array | None:
         if gating != "silu" and gating != "gelu_tanh":
             return None
-        return integer_gated_matmul(x, matrices, index, gate=gating, **self._options(x))
+        return self._multiplied(x, matrices, index, gate=gating)
 
     def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
-        y = integer_grouped_matmul(x, stacks_of(experts), experts.index, starts, **self._options(x))
+        y = self._multiplied(x, _stacks(experts), experts.index, starts=starts)
         return y.reshape(len(x), *self.outs[1:])
 
     def grouped_gated_product(
@@ -218,12 +217,13 @@ class CpuGroups(FewBits):
     ) -> jax.Array | None:
         if gating != "silu" and gating != "gelu_tanh":
             return None
-        return integer_grouped_gated_matmul(
-            x, stacks_of(experts), experts.index, starts, gate=gating, **self._options(x)
-        )
+        return self._multiplied(x, _stacks(experts), experts.index, starts=starts, gate=gating)
 
-    def _options(self, x: jax.Array) -> dict[str, Any]:
-        return {"panels": self.panels(x.shape[1]), "outs": self.outs[-1], "chip": self.chip}
+    def _multiplied(
+        self, x: jax.Array, matrices: Sequence[Arrays], index: jax.Array | int, **options: Any
+    ) -> jax.Array:
+        panels, outs = self.panels(x.shape[1]), self.outs[-1]
+        return type(self).multiply(x, matrices, index, panels=panels, outs=outs, chip=self.chip, **options)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _kept(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-def stacks_of(experts: Experts) -> Sequence[Arrays]:
+def _stacks(experts: Experts) -> Sequence[Arrays]:
     """Returns the arrays of the experts of all layers, each of which has arrays of its own on a CPU."""
     assert isinstance(experts.first, int) and not experts.first, "on a CPU each layer has arrays of its own"
     return experts.stacks
