@@ -39,6 +39,15 @@ class EngineCommand[Answer](msgspec.Struct, frozen=True, array_like=True, tag=Tr
         """Returns one answer in place of those of several engines, in their order."""
 
 
+class YesNoCommand(EngineCommand[bool], frozen=True):
+    """A command that is answered with True or False. Several engines have answered True where all of them have."""
+
+    answers: ClassVar[type] = bool
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
+
 class ShowPages(EngineCommand[list[PoolView]], frozen=True):
     """Asks for the page pool of each replica."""
 
@@ -64,20 +73,16 @@ class ShowExpertLoads(EngineCommand[dict[int, list[int]]], frozen=True):
         return {layer: [*map(sum, zip(*(one[layer] for one in answers), strict=True))] for layer in first}
 
 
-class ResetPrefixCache(EngineCommand[bool], frozen=True):
+class ResetPrefixCache(YesNoCommand, frozen=True):
     """Makes replicas forget every cached prefix: see `Engine.reset_prefix_cache`."""
 
     reset_running_requests: bool = False
     reset_connector: bool = False
 
-    answers: ClassVar[type] = bool
     forgets_prefixes: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
         return engine.reset_prefix_cache(self.reset_running_requests, self.reset_connector)
-
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
 
 class UpdateWeights(EngineCommand[str], frozen=True):
@@ -136,12 +141,11 @@ class ShowRest(EngineCommand[EngineRest], frozen=True):
         return EngineRest(is_paused, is_settled, tuple(dict.fromkeys(chain.from_iterable(a.sleeping for a in answers))))
 
 
-class SetPause(EngineCommand[bool], frozen=True):
+class SetPause(YesNoCommand, frozen=True):
     """Pauses engines, or with None lets them compute again: see `Engine.pause` and `Engine.resume`."""
 
     mode: PauseMode | None
 
-    answers: ClassVar[type] = bool
     lasts: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
@@ -151,31 +155,22 @@ class SetPause(EngineCommand[bool], frozen=True):
             engine.pause(self.mode)
         return True
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class CheckSleep(EngineCommand[bool], frozen=True):
+class CheckSleep(YesNoCommand, frozen=True):
     """Asks engines whether they have a level of sleep, before they are paused for it: see `Engine.check_sleep`."""
 
     level: int
-
-    answers: ClassVar[type] = bool
 
     def run(self, engine: "Engine") -> bool:
         engine.check_sleep(self.level)
         return True
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class PutToSleep(EngineCommand[bool], frozen=True):
+class PutToSleep(YesNoCommand, frozen=True):
     """Makes engines give back memory: see `Engine.sleep`. They are paused."""
 
     level: int
 
-    answers: ClassVar[type] = bool
     forgets_prefixes: ClassVar[bool] = True
     takes_long: ClassVar[bool] = True
 
@@ -183,70 +178,50 @@ class PutToSleep(EngineCommand[bool], frozen=True):
         engine.sleep(self.level)
         return True
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class ReleaseKV(EngineCommand[bool], frozen=True):
+class ReleaseKV(YesNoCommand, frozen=True):
     """Makes engines free the memory of KV pages: see `Engine.release_kv`. They are paused."""
 
-    answers: ClassVar[type] = bool
     forgets_prefixes: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
         engine.release_kv()
         return True
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class WakeUp(EngineCommand[bool], frozen=True):
+class WakeUp(YesNoCommand, frozen=True):
     """Brings back what sleeps, and answers whether nothing sleeps any more: see `Engine.wake_up`."""
 
     tags: tuple[SleepTag, ...] | None = None
 
-    answers: ClassVar[type] = bool
     takes_long: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
         return engine.wake_up(self.tags)
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class LoadAdapter(EngineCommand[bool], frozen=True):
+class LoadAdapter(YesNoCommand, frozen=True):
     """Reads an adapter into host memory, so that what is wrong with it is told before requests name it."""
 
     name: str
     number: int
     path: str
 
-    answers: ClassVar[type] = bool
     takes_long: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
         engine.load_adapter(LoRARequest(self.name, self.number, self.path))
         return True
 
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
-
-class UnloadAdapter(EngineCommand[bool], frozen=True):
+class UnloadAdapter(YesNoCommand, frozen=True):
     """Forgets an adapter, but for requests that have it. No later one has its number."""
 
     number: int
 
-    answers: ClassVar[type] = bool
-
     def run(self, engine: "Engine") -> bool:
         engine.unload_adapter(self.number)
         return True
-
-    def joined(self, answers: Sequence[bool]) -> bool:
-        return all(answers)
 
 
 type AnyCommand = (

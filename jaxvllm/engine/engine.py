@@ -96,7 +96,6 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self.pooler = parts.pooler
-        self._has_kv_scales = any(KV_SCALES in layer.declare() for layer in parts.spec.layers)
         self._connector = parts.connector
         self._page_format = parts.page_format
         self.holders = parts.holders  # of weights, pages and programs
@@ -495,10 +494,7 @@ class Engine:
         for replica in self.replicas:
             if reset_running_requests:
                 replica.scheduler.preempt_all()
-            if reset_connector and replica.traffic is not None:
-                replica.traffic.forget(replica.scheduler)
-            replica.scheduler.cache.reset_prefix_cache()
-            replica.publish()
+            replica.forget_prefixes(elsewhere=reset_connector)
         if reset_connector and self._connector is not None:
             self._connector.reset()
         return True
@@ -542,7 +538,7 @@ class Engine:
         check_kv_change(kv)
         if partial and "weights" in self.sleeping:
             raise ValueError("a part needs the weights beside it, and they sleep: call wake_up first, or give all")
-        if kv == "keep" and self._has_kv_scales:
+        if kv == "keep" and any(KV_SCALES in layer.declare() for layer in self.spec.layers):
             raise NotImplementedError("keys and values have scales among the weights here, so they go with these: drop")
         if self.config.has_others:
             if not isinstance(source, Path) or partial:

@@ -57,8 +57,11 @@ class LiveCompletion:
         return len(self.token_ids) - self.num_shown
 
     def routed_experts(self, num_prompt_tokens: int) -> NDArray[Any] | None:
-        """Returns the experts of all tokens but the last, [N, layers, k], as they were computed last."""
-        if not self.routed:
+        """Returns the experts of all tokens but the last, [N, layers, k], as they were computed last.
+
+        There are none before the end.
+        """
+        if self.finish_reason is None or not self.routed:
             return None
         known = max(start + len(part) for start, part in self.routed)
         experts = np.zeros((known, *self.routed[0][1].shape[1:]), self.routed[0][1].dtype)

@@ -426,9 +426,7 @@ class OutputProcessor:
             stop_reason=completion.stop_reason,
             wrong_param=completion.wrong_param,
             weight_versions=completion.weight_versions,
-            routed_experts=completion.routed_experts(len(live.request.prompt.token_ids))
-            if completion.finish_reason is not None
-            else None,
+            routed_experts=completion.routed_experts(len(live.request.prompt.token_ids)),
             draft_spans=None if completion.spans is None else completion.spans.split(text),
             explanation=None if completion.trail is None else explain(live, completion, completion.trail, self._ranks),
         )

@@ -322,7 +322,11 @@ class Replica:
             self.scheduler.keep_old_pages()
         else:
             self.scheduler.preempt_all()
-        if self.traffic is not None:
+        self.forget_prefixes(elsewhere=True)
+
+    def forget_prefixes(self, *, elsewhere: bool) -> None:
+        """Forgets every cached prefix, and with `elsewhere` also what is on its way to or from other places."""
+        if elsewhere and self.traffic is not None:
             self.traffic.forget(self.scheduler)
         self.scheduler.cache.reset_prefix_cache()
         self.publish()

@@ -369,7 +369,7 @@ class Runner(PlanRunner):
                 assert self._forwarded is not None, "nothing was forwarded"
                 name = DEVICE_READOUTS[number].name
                 read = self.programs.wait_for(bucket).readouts[name]()
-                report = read(self._params, self._state, self._forwarded, packed)
+                report = read(self._state, self._forwarded, packed)
                 self._forwarded.reports.setdefault(name, []).append(report)
             case SampleRows(bucket):
                 assert self._forwarded is not None, "nothing was forwarded"

@@ -69,14 +69,17 @@ class StepProgram:
         if self.sample is None:
             return (*self.begin(params, kv_pages, state, packed), None)
         kv_pages, state, unsampled, scores = self.begin(params, kv_pages, state, packed)
-        return kv_pages, *self.finish(params, state, unsampled), scores
+        return kv_pages, *self.finish(head_of(params), state, unsampled), scores
 
     def finish(
-        self, params: Params, state: DeviceState, unsampled: Unsampled, *turns: Any
+        self, head: Params, state: DeviceState, unsampled: Unsampled, *turns: Any
     ) -> tuple[DeviceState, DeviceOutput]:
-        """Dispatches the second half. Donates `state`. `turns` i32[D], of several replicas: 1 for those that sample."""
+        """Dispatches the second half, with what `head_of` returns. Donates `state`.
+
+        `turns` i32[D], of several replicas: 1 for those that sample.
+        """
         assert self.sample is not None, "a decode bucket samples in the same program"
-        result: tuple[DeviceState, DeviceOutput] = self.sample(head_of(params), state, unsampled, *turns)
+        result: tuple[DeviceState, DeviceOutput] = self.sample(head, state, unsampled, *turns)
         return result
 
 

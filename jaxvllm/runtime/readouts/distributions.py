@@ -43,8 +43,8 @@ class _Program:
     pick: jax.stages.Compiled
     compute: jax.stages.Compiled
 
-    def __call__(self, params: Params, state: DeviceState, left: Forwarded, index: Any) -> jax.Array:
-        result: jax.Array = self.compute(head_of(params), state, self.pick(left.unsampled, index))
+    def __call__(self, state: DeviceState, left: Forwarded, index: Any) -> jax.Array:
+        result: jax.Array = self.compute(left.head, state, self.pick(left.unsampled, index))
         return result
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.readout import POOLED
 from jaxvllm.core.step_plan import Ints, StepPlan
-from jaxvllm.models.params import Params
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.readouts.readout import Forwarded, ProgramMaker, ReadProgram
 from jaxvllm.runtime.sampler import SamplerOptions
@@ -46,7 +45,7 @@ class _Program:
     compute: jax.stages.Compiled
     sums: bool
 
-    def __call__(self, params: Params, state: DeviceState, left: Forwarded, num_tokens: Any) -> jax.Array:
+    def __call__(self, state: DeviceState, left: Forwarded, num_tokens: Any) -> jax.Array:
         result: jax.Array = self.compute(left.scores.hidden if self.sums else left.unsampled.hidden, num_tokens)
         return result
 

@@ -36,7 +36,7 @@ class Forwarded:
 
 
 # Reads something of what a forward pass has left, as int32 words from the host say.
-type ReadProgram = Callable[[Params, DeviceState, Forwarded, Any], Any]
+type ReadProgram = Callable[[DeviceState, Forwarded, Any], Any]
 
 
 class ProgramMaker(Protocol):

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.readout import ROUTED
 from jaxvllm.core.step_plan import Ints, StepPlan
-from jaxvllm.models.params import Params
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.readouts.readout import Forwarded, ProgramMaker, ReadProgram
 from jaxvllm.runtime.sampler import SamplerOptions
@@ -28,7 +27,7 @@ def read_choices(choices: jax.Array, none: jax.Array) -> jax.Array:
 class _Program:
     compute: jax.stages.Compiled
 
-    def __call__(self, params: Params, state: DeviceState, left: Forwarded, none: Any) -> jax.Array:
+    def __call__(self, state: DeviceState, left: Forwarded, none: Any) -> jax.Array:
         result: jax.Array = self.compute(left.scores.choices, none)
         return result
 

@@ -51,8 +51,8 @@ class _Program:
     pick: jax.stages.Compiled
     compute: jax.stages.Compiled
 
-    def __call__(self, params: Params, state: DeviceState, left: Forwarded, packed: Any) -> DeviceLogprobs:
-        result: DeviceLogprobs = self.compute(head_of(params), *self.pick(left.scores.hidden, packed))
+    def __call__(self, state: DeviceState, left: Forwarded, packed: Any) -> DeviceLogprobs:
+        result: DeviceLogprobs = self.compute(left.head, *self.pick(left.scores.hidden, packed))
         return result
 
 

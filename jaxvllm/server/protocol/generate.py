@@ -1,12 +1,8 @@
 """The bodies of `/inference/v1/generate`, vLLM's endpoint of tokens in and tokens out."""
 
-from base64 import b64encode
 from dataclasses import asdict
-from io import BytesIO
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from jaxvllm.core.errors import ParameterError
@@ -24,6 +20,7 @@ from jaxvllm.server.protocol.fields import (
     params_of,
 )
 from jaxvllm.server.protocol.logprobs import ChatLogprobs, PromptLogprobList, chat_logprobs, token_id_logprobs
+from jaxvllm.server.protocol.npy import write_npy
 
 
 class GenerateSampling(SamplingFields):
@@ -155,10 +152,3 @@ def generate_choice(completion: CompletionOutput, body: GenerateRequest) -> dict
         "routed_experts": None if experts is None else write_npy(experts),
         "weight_versions": None if versions is None else [asdict(span) for span in versions],
     }
-
-
-def write_npy(array: NDArray[np.generic]) -> str:
-    """Returns an array as base64 of a .npy file."""
-    file = BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return b64encode(file.getvalue()).decode()

@@ -5,7 +5,7 @@ vLLM has files of `torch.save` there. To read these can execute code, and needs 
 
 import binascii
 import math
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from io import BytesIO
 from typing import Any
 
@@ -42,3 +42,10 @@ def read_npy(text: str, field: str) -> NDArray[Any]:
         return np.frombuffer(rest, dtype).reshape(shape, order="F" if in_columns else "C")
     except Exception as error:  # NumPy reads the header as Python, and its sizes may be any
         raise ParameterError(f"{field} must be {_FORM}: {error}", field) from error
+
+
+def write_npy(array: NDArray[np.generic]) -> str:
+    """Returns an array as base64 of a .npy file."""
+    file = BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return b64encode(file.getvalue()).decode()

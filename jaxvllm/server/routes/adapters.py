@@ -11,9 +11,9 @@ from fastapi.responses import PlainTextResponse
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.engine.commands import LoadAdapter, UnloadAdapter
-from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES
+from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
         name may be in use: requests that run go on with the old adapter, and new ones get the new one. The endpoint
         exists only with `--lora-directory`, and refuses web pages.
         """
-        _refuse_web_page(request)
+        refuse_web_page(request, "change the adapters")
         adapter = await run_in_threadpool(service.adapters.prepared, body.lora_name, body.lora_path, body.load_inplace)
         try:
             await service.llm.ask(LoadAdapter(adapter.lora_name, adapter.lora_int_id, adapter.lora_path))
@@ -73,14 +73,9 @@ def router(service: Service) -> APIRouter:
 
         The endpoint exists only with `--lora-directory`, and refuses web pages.
         """
-        _refuse_web_page(request)
+        refuse_web_page(request, "change the adapters")
         adapter = service.adapters.remove(body.lora_name)
         await service.llm.ask(UnloadAdapter(adapter.lora_int_id))
         return f"Success: LoRA adapter '{adapter.lora_name}' removed successfully."
 
     return routes
-
-
-def _refuse_web_page(request: Request) -> None:
-    if "origin" in request.headers:
-        raise ApiError(403, "a web page may not change the adapters: use a program such as curl")

@@ -14,6 +14,7 @@ from jaxvllm.engine.commands import ShowWeightVersions, UpdateWeights
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Reply, Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES
+from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
 
 VersionName = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
@@ -81,7 +82,7 @@ def router(service: Service) -> APIRouter:
         The endpoint exists only with `--dev-endpoints`. It refuses web pages, because any page could make a browser
         send this request.
         """
-        _refuse_web_page(request, "reset the prefix cache")
+        refuse_web_page(request, "reset the prefix cache")
         async with asyncio.timeout(service.config.request_timeout):
             await service.llm.reset_prefix_cache(reset_running_requests, reset_external)
         return Response(status_code=200)
@@ -137,7 +138,7 @@ def router(service: Service) -> APIRouter:
 
 async def _update(service: Service, request: Request, wanted: NewVersion, directory: str) -> str:
     """Replaces the weights of all engines, and returns the name of the new ones."""
-    _refuse_web_page(request, "replace the weights")
+    refuse_web_page(request, "replace the weights")
     if not Path(directory).is_absolute():
         raise ApiError(400, f"model_path must be absolute, not {directory[:60]!r}", param="model_path")
     version = wanted.weight_version or uuid4().hex  # engines count for themselves, and may have been started again
@@ -149,8 +150,3 @@ async def _update(service: Service, request: Request, wanted: NewVersion, direct
 
 async def _refuse_gpus() -> None:
     raise ApiError(400, _BETWEEN_GPUS)
-
-
-def _refuse_web_page(request: Request, what: str) -> None:
-    if "origin" in request.headers:
-        raise ApiError(403, f"a web page may not {what}: use a program such as curl")

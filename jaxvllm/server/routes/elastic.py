@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Reply, Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES, ErrorResponse
+from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
 from jaxvllm.worker.engine_pool import EnginePool, ScalingError
 
@@ -58,8 +59,7 @@ def router(service: Service) -> APIRouter:
         refuses web pages, because any page could make a browser send this request. The endpoint exists only with
         `--enable-elastic-ep`.
         """
-        if "origin" in request.headers:
-            raise ApiError(403, "a web page may not change the number of replicas: use a program such as curl")
+        refuse_web_page(request, "change the number of replicas")
         if pool is None:
             raise ApiError(400, "the number of replicas is fixed with one engine, or with several API processes")
         try:

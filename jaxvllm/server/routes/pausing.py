@@ -15,6 +15,7 @@ from jaxvllm.core.pause import PauseMode, SleepTag
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Reply
 from jaxvllm.server.routes.documented import COMMON, GENERATES, ErrorResponse
+from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
 
 
@@ -62,8 +63,7 @@ def router(service: Service) -> APIRouter:
     @asynccontextmanager
     async def changing(request: Request) -> AsyncIterator[None]:
         """Refuses web pages, because any page could make a browser send such a request, and limits the time."""
-        if "origin" in request.headers:
-            raise ApiError(403, "a web page may not change what the engines do: use a program such as curl")
+        refuse_web_page(request, "change what the engines do")
         try:
             async with asyncio.timeout(service.config.request_timeout):
                 yield
