@@ -23,7 +23,6 @@ from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.hf_export import HfExport, write_checkpoint
 from jaxvllm.models.params import Params, activation_dtype, declare_layer, layer_stacks
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.models.spread import Spread
 from jaxvllm.models.trained_model import TrainedModel
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 from pallas_kernels.backend import REFERENCE, Backend
@@ -155,18 +154,14 @@ class EngineModule(nnx.Module):
         An engine that rounds its weights takes these: `llm.update_weights(module.tensors())`.
         """
         family = find_family(checkpoint.read_config(self.directory))
-        return HfExport.of(self._spread, family).tensors(self.tree())
+        return HfExport.of(self.model.spread, family).tensors(self.tree())
 
     def save(self, output: str | Path) -> None:
         """Writes a checkpoint in Hugging Face format, with the config and tokenizer of the model that was loaded.
 
         Raises ValueError if `output` has anything in it, and NotImplementedError for a family that has no writer.
         """
-        write_checkpoint(self.tree(), self._spread, self.directory, Path(output))
-
-    @property
-    def _spread(self) -> Spread:
-        return Spread.on(self.spec, self.model.mesh)
+        write_checkpoint(self.tree(), self.model.spread, self.directory, Path(output))
 
 
 def _positions(segments: jax.Array) -> jax.Array:

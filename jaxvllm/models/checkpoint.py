@@ -64,20 +64,21 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"model directory {path} does not exist")
     if not file.is_file():
         raise ValueError(f"{path} has no config.json: it must be a model in Hugging Face format")
-    config = _read_object(file)
+    config = read_object(file)
     # Older checkpoints of ModelOpt state their encoding in a file of its own.
     if (beside := path / MODELOPT).is_file() and "quantization_config" not in config:
-        stated = _read_object(beside).get("quantization")
+        stated = read_object(beside).get("quantization")
         if not isinstance(stated, dict):
             raise ValueError(f"{beside} must have an object named quantization")
         config["quantization_config"] = {"quant_method": "modelopt"} | stated
     return config
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """Returns the JSON object that a file holds. Raises ValueError that names the file if it holds none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object")

@@ -73,7 +73,7 @@ class HfExport:
     def declared(self, params: Params) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype of each tensor."""
         found = {}
-        for name, layer, node in _nodes(params, self.spread):
+        for name, layer, node, _ in _nodes(params, self.spread):
             dtype = jax.tree.leaves(node)[0].dtype
             for source in self._of(name, layer):
                 found[source.name] = jax.ShapeDtypeStruct(source.shape, dtype)
@@ -81,16 +81,18 @@ class HfExport:
 
     def fill(self, into: Mapping[str, np.ndarray], params: Params) -> None:
         """Fills tensors. The host has one array of one layer at a time."""
-        for name, layer, node in _nodes(params, self.spread):
+        for name, layer, node, place in _nodes(params, self.spread):
             if not (sources := self._of(name, layer)):
                 continue
-            array = self._stored(name, layer, node)
+            array = self._stored(name, layer, node, place)
             for source in sources:
                 part = Box(source.at, source.view).index((0,) * len(source.at))
                 source.part_of(into[source.name])[...] = array[part]
 
-    def _stored(self, name: str, layer: int | None, node: Any) -> np.ndarray:
+    def _stored(self, name: str, layer: int | None, node: Any, place: int | None) -> np.ndarray:
         """Returns an array as it is on one device, without what a mesh and a form have added to it."""
+        if place is not None:
+            node = jax.tree.map(lambda array: array[place], node)
         array = np.asarray(node.form.plain(node.arrays) if isinstance(node, Matrix) else node)
         decl, whole = (declaration(spec, name, layer) for spec in (self.spread.spec, self.spread.whole))
         zeros = (0,) * len(decl.shape)
@@ -143,16 +145,19 @@ def write_checkpoint(params: Params, spread: Spread, model: Path, output: Path) 
     (output / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def _nodes(params: Params, spread: Spread) -> Iterator[tuple[str, int | None, Any]]:
-    """Yields every array, or matrix in a form, of a tree: its name, its layer or None, and the node."""
+def _nodes(params: Params, spread: Spread) -> Iterator[tuple[str, int | None, Any, int | None]]:
+    """Yields every array, or matrix in a form, of a tree: its name, its layer or None, and the node.
+
+    If the node is a stack of layers, the place of the layer in it follows, and otherwise None.
+    """
     for name in declare(spread.whole):
-        yield name, None, params[name]
+        yield name, None, params[name], None
     for key, stack in layer_stacks(spread.whole).items():
         for place, layer in enumerate(stack.layers):
             if isinstance(params["layers"], list):
-                yield stack.name, layer, params["layers"][layer][stack.name]
+                yield stack.name, layer, params["layers"][layer][stack.name], None
             else:
-                yield stack.name, layer, jax.tree.map(lambda array, place=place: array[place], params["layers"][key])
+                yield stack.name, layer, params["layers"][key], place
 
 
 def _readable(model: Path, config: Mapping[str, Any]) -> WeightFiles | None:

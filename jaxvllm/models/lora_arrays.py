@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -20,11 +19,11 @@ from jaxvllm.models.forms.plain import MATRIX
 from jaxvllm.models.lora import DOWN, UP, LayerLora
 from jaxvllm.models.params import Layout, Params, StackLayers, build
 from jaxvllm.models.peft import LowRank
+from jaxvllm.models.shards import sharding_on, zeros_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
 from jaxvllm.models.weight_names import Source
-from sharding.placement import place
 
 _ENDING = ".weight"
 # The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
@@ -141,14 +140,10 @@ class LoraArrays:
 
     def empty(self, mesh: Mesh) -> Any:
         """Returns the arrays of all slots on `mesh`, which have no adapter yet."""
-        sharding = place(mesh)
-
-        def zeros(decl: ParamDecl) -> jax.Array:
-            made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding(decl.axes))
-            array: jax.Array = made(decl.shape, self.dtype)
-            return array
-
-        return self._tree(self.spec, lambda name, decl, layers: zeros(self._whole(decl, layers)))
+        sharding_of = sharding_on(mesh)
+        return self._tree(
+            self.spec, lambda name, decl, layers: zeros_on(self._whole(decl, layers), self.dtype, sharding_of)
+        )
 
     def of_adapter(self, adapter: Mapping[str, LowRank]) -> Any:
         """Returns the arrays of an adapter, by the names of its modules, on the host."""
@@ -156,10 +151,9 @@ class LoraArrays:
         for name, matrices in adapter.items():
             module = self.modules[name]
             by_layer.setdefault((module.layer, module.matrix), []).append((module, matrices))
-        whole = Spread(self._one_slot, self.size).whole
 
         def array(name: str, decl: ParamDecl, layers: Sequence[int]) -> np.ndarray:
-            each = [self._filled(name, layer, by_layer, whole).reshape(decl.shape) for layer in layers]
+            each = [self._filled(name, layer, by_layer).reshape(decl.shape) for layer in layers]
             return np.stack(each) if self.layout == "stacked" else each[0]
 
         return self._tree(self._one_slot, array)
@@ -169,14 +163,12 @@ class LoraArrays:
         name: str,
         layer: int,
         adapters: Mapping[tuple[int, str], Sequence[tuple[LoraModule, LowRank]]],
-        whole: ModelSpec,
     ) -> np.ndarray:
         """Returns one array of a layer, with heads as the devices have them."""
         kind = next(kind for kind in (DOWN, UP) if name.startswith(kind))
-        block = self._one_slot.layers[layer]
-        lora = block.lora
+        lora = self.spec.layers[layer].lora
         assert lora is not None
-        decl = lora.declare_one(block.matrices)[name]
+        decl, spread_out = (declared[name] for declared in self._declared[layer])
         values = np.zeros(decl.shape, np.float32)
         for module, matrices in adapters.get((layer, name.removeprefix(kind)), ()):
             first = module.part * lora.rank
@@ -187,11 +179,19 @@ class LoraArrays:
                 up = np.zeros((module.out_size, decl.shape[-1]), np.float32)
                 up[:, own] = matrices.up
                 module.rows(up, values)
-        spread_out = lora.declare_one(whole.layers[layer].matrices)[name]
         out = np.zeros(spread_out.shape, self.dtype)
         boxes = spread_boxes(decl, spread_out)
         tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
         return out
+
+    @cached_property
+    def _declared(self) -> tuple[tuple[dict[str, ParamDecl], dict[str, ParamDecl]], ...]:
+        """The arrays of one adapter in each layer, as one device has them and as `size` devices have them."""
+        whole = Spread(self._one_slot, self.size).whole
+        return tuple(
+            ({}, {}) if own.lora is None else (own.lora.declare_one(own.matrices), own.lora.declare_one(wide.matrices))
+            for own, wide in zip(self._one_slot.layers, whole.layers, strict=True)
+        )
 
     @cached_property
     def _one_slot(self) -> ModelSpec:

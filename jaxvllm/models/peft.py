@@ -6,7 +6,6 @@ exist.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxvllm.models.checkpoint import read_object
 from jaxvllm.models.safetensors_files import WeightFile, WeightFiles
 
 PEFT_CONFIG = "adapter_config.json"
@@ -70,12 +70,7 @@ class PeftConfig:
         """Reads the file. Raises ValueError for what is wrong, and NotImplementedError for what is not supported."""
         if path.stat().st_size > _MOST_CONFIG_BYTES:
             raise ValueError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes: it is no adapter_config.json of PEFT")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a JSON object")
+        values = read_object(path)
         if values.get("peft_type") != "LORA":
             raise NotImplementedError(f"{path}: peft_type must be LORA, not {values.get('peft_type')!r}")
         for key, allowed in _REFUSED.items():

@@ -124,6 +124,13 @@ def sharding_on(mesh: Mesh) -> ShardingOf:
     return lambda decl: sharding(decl.axes)
 
 
+def zeros_on(decl: ParamDecl, dtype: DTypeLike, sharding_of: ShardingOf) -> jax.Array:
+    """Makes an array of zeros where the one of that declaration lies, of a model in `dtype`."""
+    made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(decl))
+    array: jax.Array = made(decl.shape, decl.dtype_in(dtype))
+    return array
+
+
 @dataclass(frozen=True)
 class WeightPatch:
     """A change of some arrays of a stage, those that are `given`, by their names and layers, in the tree `before`.
@@ -175,10 +182,7 @@ def assemble(
             return jax.block_until_ready(kept(part))
 
         def zeros(decl: ParamDecl) -> jax.Array:
-            whole = decl.stacked(most(layers))
-            made = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding_of(whole))
-            array: jax.Array = made(whole.shape, whole.dtype_in(dtype))
-            return array
+            return zeros_on(decl.stacked(most(layers)), dtype, sharding_of)
 
         stack = forms.node(name, decl, number, zeros) if patch is None else jax.tree.map(jnp.copy, before)
         held = jax.tree.leaves(stack)

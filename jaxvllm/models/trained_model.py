@@ -89,7 +89,7 @@ class TrainedModel:
     ) -> jax.Array:
         """Returns this device's share of the logits."""
         params = _differentiable(params, self.spec)
-        (B, S), axis, spec = tokens.shape, ModelAxis(self.mesh.shape[MODEL]), self._spread.shard
+        (B, S), axis, spec = tokens.shape, ModelAxis(self.mesh.shape[MODEL]), self.spread.shard
         ids, at = tokens.reshape(-1), positions.reshape(-1)
         attention = SequenceAttention.of(positions, segments, is_one_each, self.backend)
         x = embed_tokens(params, spec, ids, at, axis)
@@ -118,7 +118,7 @@ class TrainedModel:
         return project_logits(params, spec, hidden).reshape(B, S, -1)
 
     @cached_property
-    def _spread(self) -> Spread:
+    def spread(self) -> Spread:
         return Spread.on(self.spec, self.mesh)
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, load_scales
 from pallas_kernels.float8_matmul.decoding import decoded_floats, decoded_pairs
 from pallas_kernels.integer_matmul.code_panels import SCALE_BYTES, CodePanels
-from pallas_kernels.packed_matmul.kernel import ACTIVATIONS, NO_GATE, ROWS, tiles_for
+from pallas_kernels.packed_matmul.kernel import NO_GATE, ROWS, outputs_of, tiles_for
 from pallas_kernels.packed_matmul.tiles import FLOAT, VectorTiles
 
 # Inputs that are decoded at a time: 32 KiB of float32, which the first cache holds.
@@ -69,7 +69,9 @@ def multiply_by_float8(
                 of_scales = scales + place * groups * (panels.columns * SCALE_BYTES[panels.scale_dtype])
                 _add_up(t, product, functions, rows, of_codes, of_scales, groups, total)
             with t.loop(0, rows.count) as m, t.loop(0, t.integer(panels.columns), t.lanes) as column:
-                value = product.outputs([t.load(total + (m * panels.columns + column) * FLOAT) for total in totals])
+                value = outputs_of(
+                    product.gate, [t.load(total + (m * panels.columns + column) * FLOAT) for total in totals]
+                )
                 place = ((row + m) * P + panel) * panels.columns + column
                 t.store(y + place * SIZE_OF[out_dtype], value, out_dtype)
 
@@ -88,10 +90,6 @@ class _Float8Product:
     @property
     def halves(self) -> int:
         return 1 if self.gate == NO_GATE else 2
-
-    def outputs(self, sums: Sequence[Value]) -> Value:
-        """Returns a vector of outputs for one of sums of each half."""
-        return sums[0] if self.gate == NO_GATE else ACTIVATIONS[self.gate](sums[0]) * sums[1]
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,11 @@ def tiles_for(chip: CpuChip, dtype: str) -> Tiles:
     return kind(dtype, Panels.of(chip, dtype))
 
 
+def outputs_of(gate: str, sums: Sequence[Value]) -> Value:
+    """Returns a vector of outputs for one of sums of each panel: of two where there is a gate."""
+    return sums[0] if gate == NO_GATE else ACTIVATIONS[gate](sums[0]) * sums[1]
+
+
 @dataclass(frozen=True)
 class _Product:
     """Says what an item multiplies, and what becomes of its sums."""
@@ -61,10 +66,6 @@ class _Product:
     def panels(self) -> int:
         """The number of panels of an item, one of each matrix."""
         return 1 if self.gate == NO_GATE else 2
-
-    def outputs(self, sums: Sequence[Value]) -> Value:
-        """Returns a vector of outputs for one of sums of each panel."""
-        return sums[0] if self.gate == NO_GATE else ACTIVATIONS[self.gate](sums[0]) * sums[1]
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Va
     columns, size = product.tiles.panels.columns, SIZE_OF[product.out_dtype]
     with t.loop(0, item.end - item.begin) as row:
         with t.loop(0, count, t.lanes) as at:
-            outputs = product.outputs([t.load(sums + (row * columns + at) * FLOAT) for sums in item.sums])
+            outputs = outputs_of(product.gate, [t.load(sums + (row * columns + at) * FLOAT) for sums in item.sums])
             place = y + (row * width + at) * size
             with t.when(at + t.lanes <= count):
                 t.store(place, outputs, product.out_dtype)

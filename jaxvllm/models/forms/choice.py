@@ -85,16 +85,16 @@ class FewBitsForms:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
-        has_input_scale = stored.has_input_scale and not of_experts and takes_tokens(stored.code, group)
         if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
+            may_round = not of_experts and takes_tokens(stored.code, group)
             return GpuGroups(
                 stored.code,
                 group,
                 stored.scale_dtype,
                 stored.has_zeros,
                 self.shards,
-                rounds_tokens=stored.rounds_tokens and not of_experts and takes_tokens(stored.code, group),
-                has_input_scale=has_input_scale,
+                rounds_tokens=stored.rounds_tokens and may_round,
+                has_input_scale=stored.has_input_scale and may_round,
                 chip=chip,
                 interpret=self.backend.interpret,
             )
