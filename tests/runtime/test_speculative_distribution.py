@@ -105,7 +105,7 @@ def begun(state: DeviceState, seeds: np.ndarray) -> DeviceState:
 
 
 def _pass_tokens_on(
-    params: Any, kv_pages: Any, token_ids: jax.Array, rows: RaggedRows, *rest: Any, adapters: None
+    params: Any, kv_pages: Any, token_ids: jax.Array, rows: RaggedRows, *rest: Any, adapters: None = None
 ) -> tuple[Computed, Any]:
     return Computed(rows, token_ids, token_ids, token_ids[None]), kv_pages
 
