@@ -40,6 +40,7 @@ class LoraAdapter:
     # Of all that was read. Two adapters with equal digests compute alike, and one that was changed on disk has another.
     digest: bytes
     arrays: Any  # a tree of arrays of NumPy
+    has_magnitudes: bool = False  # of rows of the changed matrices (DoRA), which depend on the weights of the model
 
     def salt(self, given: str | None) -> str:
         """Returns the salt of prompts whose keys and values it changes, which have the salt `given`."""

@@ -279,8 +279,13 @@ def build(
 
     def read_adapter(directory: Path, name: str) -> LoraAdapter:
         assert lora is not None, "there is no room for adapters"
-        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype)
-        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules))
+        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype, lora.outside)
+        if found.has_magnitudes and not all(form.tells_columns for form in held.own.values()):
+            raise NotImplementedError(
+                f"{name} is an adapter of DoRA, which needs the norms of the model's rows, and this checkpoint rounds "
+                "tokens with scales that it stores: serve one in 16 bits, or in FP8 with dynamic scales"
+            )
+        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules), found.has_magnitudes)
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())

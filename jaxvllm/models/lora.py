@@ -24,9 +24,11 @@ from jaxvllm.models.ops import Adapted
 from jaxvllm.models.token_adapters import TokenAdapters
 
 # The names of the arrays begin so, and end with that of the matrix.
-DOWN, UP = "lora_a_", "lora_b_"
-# The place of these arrays in the tree of parameters, beside `layers` and in the same layout.
+DOWN, UP, RATIO = "lora_a_", "lora_b_", "lora_ratio_"
+# The place of these arrays in the tree of parameters. There are those of the layers, in the same layout as the layers,
+# and those of the embedding and of the LM head.
 LORA = "lora"
+LAYERS, OUTSIDE = "layers", "outside"
 # The ranks of a matrix's parts together are a multiple of this: the kernels for CPUs compute so many at once.
 _LANES = 16
 
@@ -45,7 +47,7 @@ class LayerLora:
         return -(-count * self.rank // _LANES) * _LANES
 
     def declare_one(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
-        """Returns the arrays of one adapter, of a layer with these matrices: A [W, in] and B [.., W]."""
+        """Returns the arrays of one adapter, of a layer with these matrices: A [W, in], B [.., W], ratios f32[..]."""
         decls = {}
         for name, count in self.parts:
             decl, width = matrices[name], self.width(count)
@@ -55,6 +57,7 @@ class LayerLora:
             of_rows = decl.heads if "kv_heads" in axes else None
             decls[DOWN + name] = ParamDecl((width, size), (None, contracted), "zeros", heads=of_columns)
             decls[UP + name] = ParamDecl((*rows, width), (*axes, None), "zeros", heads=of_rows)
+            decls[RATIO + name] = ParamDecl(tuple(rows), tuple(axes), "zeros", dtype="float32", heads=of_rows)
         return decls
 
     def declare(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
@@ -62,34 +65,36 @@ class LayerLora:
         return {name: self._in_slots(name, decl) for name, decl in self.declare_one(matrices).items()}
 
     def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
-        if self.one_by_one:
+        if self.one_by_one or name.startswith(RATIO):
             return replace(
                 one, shape=(self.num_slots, *one.shape), axes=(None, *one.axes), storage="experts", heads=None
             )
         shape = list(one.shape)
-        shape[self.slot_axis(name)] *= self.num_slots
+        shape[self.slot_axis(name, is_stacked=False)] *= self.num_slots
         return replace(one, shape=tuple(shape), storage="matrix", heads=None)
 
-    def slot_axis(self, name: str) -> int:
-        """Returns the axis of slots in the arrays of that name, or its place counted from the end."""
-        if self.one_by_one:
-            return 0
+    def slot_axis(self, name: str, is_stacked: bool) -> int:
+        """Returns the axis of slots in the arrays of that name, or in stacks of them, or its place from the end."""
+        if self.one_by_one or name.startswith(RATIO):
+            return int(is_stacked)
         return -2 if name.startswith(DOWN) else -1
 
     def bound(self, weights: Mapping[str, Any], tokens: TokenAdapters) -> dict[str, Any]:
         """Returns the arrays of a layer whose matrices add what the adapters of `tokens` add."""
-        adapted = {
-            name: Adapted(weights[name], weights[DOWN + name], weights[UP + name], tokens, self.one_by_one)
-            for name, _ in self.parts
-        }
-        return {**weights, **adapted}
+        return {**weights, **{name: self.adapted(weights, name, tokens) for name, _ in self.parts}}
+
+    def adapted(self, weights: Mapping[str, Any], name: str, tokens: TokenAdapters) -> Adapted:
+        """Returns one matrix of a layer, whose products add what the adapters of `tokens` add."""
+        down, up, ratio = (weights[kind + name] for kind in (DOWN, UP, RATIO))
+        return Adapted(weights[name], down, up, ratio, tokens, self.one_by_one)
 
 
 def layers_with_lora(params: Mapping[str, Any]) -> Any:
     """Returns the arrays of all layers, with those of adapters where there are any."""
-    layers, own = params["layers"], params.get(LORA)
-    if own is None:
+    layers = params["layers"]
+    if LORA not in params:
         return layers
+    own = params[LORA][LAYERS]
     if isinstance(layers, dict):
         return layers | own
     return [mine | more for mine, more in zip(layers, own, strict=True)]

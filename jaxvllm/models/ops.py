@@ -49,17 +49,18 @@ class Adapted:
     """A matrix to whose products the adapters of tokens add theirs: (x A^T) B^T, see `models.lora`.
 
     One by one, `a` has a matrix [W, in] for each slot, and `b` one [.., W]. Otherwise they are matrices of all slots,
-    [N W, in] and [.., N W].
+    [N W, in] and [.., N W]. `ratios` f32[N, ..] say how much of each sum is added to it once more; None: nothing is.
     """
 
     matrix: "Weight"
     a: Any
     b: Any
+    ratios: Any
     tokens: TokenAdapters
     one_by_one: bool
 
     def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns the product y [T, ..] of the matrix with x [T, in], and what adapters add to it.
+        """Returns the product y [T, ..] of the matrix with x [T, in], without its bias, and what adapters add to it.
 
         What an adapter makes of the tokens of others may be infinite. So it is replaced, and not multiplied by zero.
         """
@@ -71,15 +72,24 @@ class Adapted:
                 # All rows are those of this slot.
                 starts = jnp.where(jnp.arange(tokens.num_slots + 1) >= slot, len(x), 0).astype(jnp.int32)
                 h = project_grouped(x, self.a, starts)
-                own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
-                return y + project_grouped(own, self.b, starts).astype(y.dtype)
+                is_own = tokens.slots == slot
+                own = jnp.where(is_own[:, None], h, jnp.zeros((), h.dtype))
+                y = y + project_grouped(own, self.b, starts).astype(y.dtype)
+                if self.ratios is None:
+                    return y
+                ratio = matrices_at(self.ratios, slot - 1)
+                return jnp.where(is_own.reshape(-1, *(1,) * ratio.ndim), _increased(y, ratio), y)
 
             return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
         h = project(x, self.a)
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
         of_own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
-        return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
+        y = y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
+        if self.ratios is None:
+            return y
+        ratios = matrices_at(self.ratios, jnp.maximum(tokens.slots - 1, 0))
+        return _increased(y, jnp.where((tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1)), ratios, 0))
 
 
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
@@ -89,10 +99,10 @@ ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
     if isinstance(weight, Adapted):
-        return weight.added(x, project(x, weight.matrix, bias, dtype))
+        return biased(weight.added(x, project(x, weight.matrix, dtype=dtype)), bias)
     if isinstance(weight, OneOf):
         return biased(
-            _by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
+            by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
         )
     if isinstance(weight, InStack):
         form, [arrays] = _opened([weight.stack])
@@ -112,7 +122,7 @@ def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array 
             return own
         return gated(biased(form.product_with_one(x, matrices, index, None), bias), gating)
 
-    return _by_form(weight if isinstance(weight, OneOf) else OneOf((weight,), 0), product)
+    return by_form(weight if isinstance(weight, OneOf) else OneOf((weight,), 0), product)
 
 
 def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
@@ -166,7 +176,7 @@ def project_grouped_gated(
 def _of_experts(weight: ExpertsWeight, product: Callable[[Form, Experts], jax.Array]) -> jax.Array:
     """Returns the product with the experts of a layer, of which the form and the place are told."""
     if isinstance(weight, OneOf):
-        return _by_form(weight, lambda form, stacks, index: product(form, Experts(stacks, index)))
+        return by_form(weight, lambda form, stacks, index: product(form, Experts(stacks, index)))
     form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
     if not isinstance(weight, InStack):
         return product(form, Experts([arrays]))
@@ -176,7 +186,21 @@ def _of_experts(weight: ExpertsWeight, product: Callable[[Form, Experts], jax.Ar
     return product(form, Experts([flat], first=weight.index * num_experts))
 
 
-def _by_form(weight: OneOf, product: Callable[[Form, Sequence[Arrays], jax.Array | int], jax.Array]) -> jax.Array:
+def matrices_at(weight: ExpertsWeight, numbers: jax.Array) -> jax.Array:
+    """Returns matrices `numbers` i32[..] of a layer's [X, ..], which are plain."""
+
+    def taken(_: Form, experts: Experts) -> jax.Array:
+        def of_stack(arrays: Arrays) -> jax.Array:
+            return jnp.take(arrays[MATRIX], experts.first + numbers, axis=0, mode="clip")
+
+        branches = [partial(of_stack, arrays) for arrays in experts.stacks]
+        result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
+        return result
+
+    return _of_experts(weight, taken)
+
+
+def by_form(weight: OneOf, product: Callable[[Form, Sequence[Arrays], jax.Array | int], jax.Array]) -> jax.Array:
     """Returns the product with the matrix that is chosen, of which the form and all matrices in that form are told.
 
     Layers have one form, unless a checkpoint stores their matrices in several ways: then the step branches to one.
@@ -239,6 +263,11 @@ def gated(gate_up: jax.Array, gating: Gating) -> jax.Array:
         return activate(gate, gating) * up
     gate, up = jnp.minimum(gate, gating.limit), jnp.clip(up, -gating.limit, gating.limit)
     return (up + 1) * gate * jax.nn.sigmoid(gating.alpha * gate)
+
+
+def _increased(y: jax.Array, ratios: jax.Array) -> jax.Array:
+    """Returns y [T, ..] with so much of it added once more, computed in float32. With 0 it keeps its bits."""
+    return (y.astype(jnp.float32) * (1 + ratios)).astype(y.dtype)
 
 
 def biased(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -160,7 +160,8 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
-        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
+        self._adapter_fills = AdapterFills(shapes, spec, mesh, make_program) if spec.has_lora else None
+        self._with_magnitudes: dict[int, LoraAdapter] = {}  # in their slots; other weights give them other ratios
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -177,6 +178,8 @@ class Runner(PlanRunner):
             self._store_masks,
             self._fork,
         ]
+        if self._adapter_fills is not None:
+            rarely.append(self._adapter_fills.compile_ratios)
         if shape.side is not None:
             self.unchanging[FillSideRows] = shape.side.nothing()
             self._fill_side_rows = cache(partial(compile_update, store_side_rows, FillSideRows))
@@ -257,6 +260,7 @@ class Runner(PlanRunner):
         """
         assert self._leader is None, "no other process has these arrays"
         self._params = restored(params)
+        self._bring_again()
         if self.expert_slots is not None:
             self.expert_slots.read(self._params)
 
@@ -306,8 +310,15 @@ class Runner(PlanRunner):
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
-        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
-        self._params = self._params | {LORA: filled}
+        self._params = self._adapter_fills.fill(self._params, slot, adapter)
+        self._with_magnitudes.pop(slot, None)
+        if adapter.has_magnitudes:
+            self._with_magnitudes[slot] = adapter
+
+    def _bring_again(self) -> None:
+        """Brings the adapters whose ratios depend on weights that others have replaced."""
+        for slot, adapter in [*self._with_magnitudes.items()]:
+            self.bring_adapter(slot, adapter)
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -416,6 +427,7 @@ class Runner(PlanRunner):
         except ValueError as error:
             return error
         self._params = restored(self._params | read)  # drafts and adapters, which stay, may sleep
+        self._bring_again()
         if self.expert_slots is not None:
             self.expert_slots.begin()
         return None

@@ -72,7 +72,7 @@ class StepModel:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads", "choices"],
+    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads", "choices", "adapters"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Computed:
     taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
     loads: jax.Array | None = None  # u32[L, X]: tokens that have chosen each expert, where they are counted
     choices: jax.Array | None = None  # [T, layers with experts, k]: the experts of each token, where they are told
+    adapters: TokenAdapters | None = None  # of the tokens, if any has one
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -125,7 +126,8 @@ def compute(
     """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
-    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows)
+    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
+    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows, of_tokens)
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
     with_tables, is_cut = replace(rows, page_table=tables), model.pipeline.cuts_rows(rows)
 
@@ -134,7 +136,6 @@ def compute(
 
     first = model.first_layer
     told = ChoiceShape.of(model.spec) if model.sampling.tells_experts else None
-    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
     assert of_tokens is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
     assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
@@ -189,7 +190,7 @@ def compute(
             kept = kept._replace(loads=model.pipeline.stages.sum(kept.loads))
     x = end_layers(params, shard, x)
     hidden = final_norm(params, shard, x)
-    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads, kept.choices), (
+    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads, kept.choices, of_tokens), (
         *kept.pages,
         *others,
     )

@@ -17,7 +17,7 @@ from tests.models.fixture import Fixture
 FIXTURE = Fixture.load("llama")
 ADAPTERS = (
     RandomAdapter(FIXTURE, seed=1),
-    RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2),
+    RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2, config={"use_dora": True}),
     RandomAdapter(FIXTURE, seed=3, ends=("_proj",), config={"use_rslora": True}),
     RandomAdapter(
         FIXTURE,
@@ -78,6 +78,7 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     base = greedy_tokens(llm, PROMPTS)
     assert greedy_tokens(llm, PROMPTS) == base  # what takes prefixes from the cache is compiled when it is first needed
     assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))
+    llm.engine.holders[0]._adapter_fills.compile_ratios()  # engines do it in the background, but not those of tests
     with compilations() as seen:
         assert tokens_of(llm, paths) == expected
         # Now pages are found, of the same adapter only.
@@ -91,7 +92,7 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "1x2"},
+        {"mesh": "2x2"},
         {"attention_backend": "reference"},
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
     ],
@@ -159,6 +160,22 @@ def test_configs(checkpoint: Path) -> None:
     ):
         with pytest.raises(error, match=message):
             LLM(model=str(checkpoint), **options)
+
+
+def test_dora_divides_by_the_norms_of_the_weights_that_are_there(llm: LLM, paths: list[Path]) -> None:
+    prompt, adapter = PROMPTS[WHO.index(2)], LoRARequest("adapter 2", 2, str(paths[1]))
+    first = FIXTURE.weights()
+    other = {name: weight * np.float32(3) if "q_proj" in name else weight for name, weight in first.items()}
+
+    def tokens(weights: dict[str, np.ndarray], lora_request: LoRARequest | None) -> list[int]:
+        llm.update_weights(weights)
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=lora_request)
+        return output.outputs[0].token_ids
+
+    # The adapter is in its slot when other weights come, and so it is when the first ones come back.
+    expected = [tokens(ADAPTERS[1].merged(weights), None) for weights in (first, other)]
+    found = [tokens(weights, adapter) for weights in (first, other, first)]
+    assert found == [*expected, expected[0]]
 
 
 def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:

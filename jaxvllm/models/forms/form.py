@@ -63,6 +63,11 @@ class Form(ABC):
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
 
+    @property
+    def tells_columns(self) -> bool:
+        """Whether products with unit vectors are the columns of a matrix, which DoRA needs to know."""
+        return True
+
     def of_matrix(self, matrix: ParamDecl) -> "Form":
         """Returns the form of one matrix, of which it may need to know more than its arrays tell."""
         return self
