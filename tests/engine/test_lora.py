@@ -78,7 +78,9 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     base = greedy_tokens(llm, PROMPTS)
     assert greedy_tokens(llm, PROMPTS) == base  # what takes prefixes from the cache is compiled when it is first needed
     assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))
-    llm.engine.holders[0]._adapter_fills.compile_ratios()  # engines do it in the background, but not those of tests
+    fills = llm.engine.holders[0]._adapter_fills
+    assert fills is not None
+    fills.compile_ratios()  # engines do it in the background, but not those of tests
     with compilations() as seen:
         assert tokens_of(llm, paths) == expected
         # Now pages are found, of the same adapter only.
@@ -176,6 +178,21 @@ def test_dora_divides_by_the_norms_of_the_weights_that_are_there(llm: LLM, paths
     expected = [tokens(ADAPTERS[1].merged(weights), None) for weights in (first, other)]
     found = [tokens(weights, adapter) for weights in (first, other, first)]
     assert found == [*expected, expected[0]]
+
+
+def test_the_scores_of_a_prompt_are_those_of_the_adapted_head(llm: LLM, paths: list[Path]) -> None:
+    params, prompt = replace(GREEDY, max_tokens=1, prompt_logprobs=1), max(PROMPTS, key=len)
+
+    def scores(lora_request: LoRARequest | None) -> list[float]:
+        [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=lora_request)
+        return [max(one.logprob for one in step.values()) for step in output.prompt_logprobs or () if step]
+
+    found = scores(LoRARequest("adapter 1", 1, str(paths[0])))
+    llm.update_weights(ADAPTERS[0].merged())
+    expected = scores(None)
+    llm.update_weights(FIXTURE.weights())
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert not np.allclose(scores(None), expected, atol=1e-2)
 
 
 def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:
