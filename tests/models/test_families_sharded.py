@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
