@@ -3,14 +3,13 @@
 import json
 import signal
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from tests.engine.tiny import greedy_tokens, one_program
+from tests.engine.tiny import greedy_tokens
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.run_cache import run_cache
@@ -148,15 +147,14 @@ def main(scenario: str, index: int, coordinator: str, model: str = "demo", turne
     if scenario.startswith("complete"):
         first = complete(llm)
         broken_off = sum(interrupt(llm, 0.013 * count) for count in range(1, 6))
-        print(json.dumps([first, broken_off, *replace_weights(llm, Path(turned))]))
+        print(json.dumps([first, broken_off, *replace_weights(llm, Path(turned))]), flush=True)
     if scenario == "share experts":
         print(json.dumps(complete_with_experts(llm)))
-    while scenario == "endless":
+    while scenario.startswith("complete"):  # until one of the two is killed
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         print("alive", flush=True)
 
 
 if __name__ == "__main__":
-    few_programs = one_program(num_rows=4) if sys.argv[1] == "endless" else nullcontext()
-    with quick_engines(), few_programs:
+    with quick_engines():
         main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
