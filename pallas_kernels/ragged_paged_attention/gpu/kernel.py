@@ -167,7 +167,7 @@ def attend(
     narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
     sizes = {"queries": queries, "out_heads": out_heads}
     partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, of_tokens, narrow, **sizes)
-    combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
+    combine(partials, plan.decode, where, sinks, out, narrow, query_rows=out_heads)
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
 
@@ -219,6 +219,7 @@ def _attention(
         kv_dtype=kv_pages.dtype,
         num_scales=2 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
+        rows=TILE,
         block=TILE,
         stages=2,
         warpgroups=HALVES,
@@ -268,6 +269,7 @@ def _latent(
         kv_dtype=kv_pages.dtype,
         num_scales=1 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
+        rows=TILE,
         block=TILE,
         stages=2,
         warpgroups=HALVES,
