@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.mosaic_gpu import (
+    HOPPER,
     LANES,
     RESERVED,
     SWIZZLED_ROWS,
@@ -323,8 +323,8 @@ def _first_to_fit(
 def _problem(q: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip, largest: int) -> str | None:
     """Returns why no kernel takes these queries, whose heads may have sizes up to `largest`."""
     head_size = q.shape[-1]
-    if chip.compute_capability < MOSAIC_GPU_CAPABILITY:
-        return f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
+    if not chip.has_copy_engine:
+        return f"{chip.name} has compute capability {chip.compute_capability}, below {HOPPER}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
     if head_size % LANES or head_size > largest:
