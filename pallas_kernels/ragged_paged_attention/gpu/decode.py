@@ -98,7 +98,7 @@ def decode(
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
         def walk[C](pipe: jax.Array, visit: Callable[[Piece, C], C], carry: C) -> C:
-            return walk_pieces(attention, rows, starts, line, window, cta * pipes + pipe, visit, carry)
+            return walk_pieces(attention, DecodePlan(rows, starts, line), window, cta * pipes + pipe, visit, carry)
 
         @pl.when(thread < pipes)
         def _compute() -> None:

@@ -41,9 +41,7 @@ def slots_of(plan: DecodePlan, num_heads: int) -> int:
 
 def walk_pieces[C](
     attention: AttentionBuild,
-    rows: Ref,
-    starts: Ref,
-    line: Ref,
+    plan: DecodePlan,
     window: Ref,
     number: jax.Array,
     visit: Callable[[Piece, C], C],
@@ -51,15 +49,15 @@ def walk_pieces[C](
 ) -> C:
     """Visits the pieces of pipe `number` that any query sees.
 
-    rows, starts and line are the three arrays of a `DecodePlan`, and window is i32[1].
+    The arrays of the plan, and window i32[1], are references to memory.
     """
     num_heads = attention.num_kv_heads
-    share, total = line[0], line[1]
+    share, total = plan.line[0], plan.line[1]
     stop = jnp.minimum((number + 1) * share, total)
 
     def step(_: jax.Array, state: tuple[jax.Array, jax.Array, C]) -> tuple[jax.Array, jax.Array, C]:
         at, row, carry = state
-        before, kv_len, num_queries, token = (rows[row, i] for i in range(4))
+        before, kv_len, num_queries, token = (plan.rows[row, i] for i in range(4))
         blocks = lax.div(kv_len + (attention.block - 1), attention.block)
         local = at - before * num_heads
         head = lax.div(local, jnp.maximum(blocks, 1))
@@ -75,4 +73,4 @@ def walk_pieces[C](
         next_row = row + (local + end - first >= blocks * num_heads).astype(jnp.int32)
         return at + end - first, next_row, carry
 
-    return lax.fori_loop(0, starts[number, 1], step, (number * share, starts[number, 0], carry))[2]
+    return lax.fori_loop(0, plan.pipes[number, 1], step, (number * share, plan.pipes[number, 0], carry))[2]

@@ -5,6 +5,7 @@ columns: query i of the tile and query head g of the KV head's group are row i *
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu import LANES, TILE, WARP_ROWS, MatrixUnit, Ref
 from pallas_kernels.ragged_paged_attention.quantize import largest_code
 
+ALIGNMENT = 1024  # bytes of shared memory at a multiple of which each array begins
 LOG2E = math.log2(math.e)
 # It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
 MASKED = -1e30
@@ -208,6 +210,18 @@ class AttentionBuild:
         decay = jnp.exp2(peak - highest)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(highest, logits.shape, [0]))
         return weights, decay, highest, total * decay + weights.sum(axis=1)
+
+
+def first_to_fit(
+    candidates: Iterable[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], room: int
+) -> AttentionBuild | None:
+    """Returns the first candidate whose arrays in shared memory, barriers aside, take `room` bytes at most."""
+    for attention in candidates:
+        references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]
+        sizes = (math.prod(spec.shape) * spec.dtype.itemsize for spec in references)
+        if sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) <= room:
+            return attention
+    return None
 
 
 def scaled_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
