@@ -1,4 +1,4 @@
-"""Attention for GPUs that multiply from registers: interpreted for the plans of several chips, and its copies simulated.
+"""Attention for GPUs that multiply from registers, interpreted by the plans of several chips, and its copies simulated.
 
 The interpreter runs the kernels with copies that arrive at barriers, which it checks. What GPUs before Hopper do
 instead is to count copies, and a simulation checks the counts.
@@ -165,8 +165,8 @@ def _simulate(
     patch.setattr(copies.plgpu, "wait_gmem_to_smem", wait)
     patch.setattr(copies.pl, "when", lambda condition: lambda function: function() if condition else None)
     build: Any = SimpleNamespace(
-        block=block, page_size=page_size, copy_tokens=min(page_size, block), stages=stages, num_pages=100, num_kv_heads=1,
-        num_scales=0,
+        block=block, page_size=page_size, copy_tokens=min(page_size, block), stages=stages, num_pages=100,
+        num_kv_heads=1, num_scales=0,
     )  # fmt: skip
     piece: Any = SimpleNamespace(row=0, head=0, begin=begin, end=end, kv_len=kv_len, seen=seen)
     table: Any = np.arange(100, dtype=np.int32)[None]

@@ -1,4 +1,4 @@
-"""The pieces of (row, head)s into which equal shares of KV are cut, as kernels walk them, and what each piece leaves."""
+"""The pieces of (row, head)s into which equal shares of KV are cut: how kernels walk them, and what each leaves."""
 
 from collections.abc import Callable
 from typing import NamedTuple

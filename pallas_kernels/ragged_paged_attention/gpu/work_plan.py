@@ -184,7 +184,9 @@ def plan_latent(
     return LatentPlan(shares, table_rows, jnp.stack(joins, axis=1))
 
 
-def check_plan(plan: AttendPlan | LatentPlan, make: Callable[[RaggedRows], AttendPlan | LatentPlan], rows: RaggedRows) -> None:
+def check_plan(
+    plan: AttendPlan | LatentPlan, make: Callable[[RaggedRows], AttendPlan | LatentPlan], rows: RaggedRows
+) -> None:
     """Raises ValueError where the plan cannot be what `make` returns for these rows."""
     expected = jax.eval_shape(make, rows)
     given = jax.tree.map(lambda leaf: leaf.shape, plan)

@@ -25,7 +25,7 @@ def decoded(codes: jax.Array, dtype: jnp.dtype, has_float8: bool) -> jax.Array:
 
 
 def _float8_by_bits(codes: jax.Array) -> jax.Array:
-    """Returns float8 as float16, by integers: e5m2 is the upper half of it, and e4m3 has three bits more of fraction."""
+    """Returns float8 as float16, by integers: e5m2 is its upper half, and e4m3 has one bit of fraction more."""
     bits = lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16)  # with copies of the sign on the left
     if codes.dtype == jnp.float8_e5m2:
         return lax.bitcast_convert_type(bits << 8, jnp.float16)

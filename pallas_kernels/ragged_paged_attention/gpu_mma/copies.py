@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
-from pallas_kernels.mosaic_gpu import Ref, barriers, swizzled
+from pallas_kernels.mosaic_gpu import LANES, Ref, barriers, swizzled
 from pallas_kernels.ragged_paged_attention.gpu.pieces import Piece
 from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild
 
@@ -138,8 +138,10 @@ class BlockCopies:
                 plgpu.copy_gmem_to_smem(source, into, self.memory["block_here"].at[self._stage_number(block)])
             case "cp.async":
                 plgpu.copy_gmem_to_smem(source, into, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-            case "loads":
-                into[...] = plgpu.load(source, optimized=False)
+            case "loads":  # 16 bytes of a thread at a time, too
+                swizzle = LANES * attention.kv_dtype.itemsize
+                layout = plgpu.Layout.SMEM_GMEM_COPY((tokens, attention.row_size), attention.kv_dtype, swizzle)
+                into[...] = plgpu.load(source, layout=layout, optimized=False)
         for number in range(attention.num_scales):
             # They are few: cp.async copies 512 bytes or more, of which every thread has four.
             own = self.scales.at[slab * attention.num_scales + number, pl.ds(offset, tokens)]

@@ -31,7 +31,10 @@ type QueryParts = tuple[jax.Array, ...]  # f[M, 64] each
 def fold_memory(attention: AttentionBuild) -> dict[str, Any]:
     """Returns the shared memory of `PieceFold`, but for the barriers of its copies."""
     lanes = min(attention.block, LANES)
-    memory = {**stages_memory(attention), "weights": swizzled((attention.rows, attention.block), attention.dtype, lanes)}
+    memory = {
+        **stages_memory(attention),
+        "weights": swizzled((attention.rows, attention.block), attention.dtype, lanes),
+    }
     if attention.converts:
         memory["converted"] = swizzled((attention.block, attention.head_size), attention.dtype)
     return memory
