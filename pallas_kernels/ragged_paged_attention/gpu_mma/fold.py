@@ -105,8 +105,9 @@ class PieceFold:
         if not attention.converts:
             return stored
         converted = self.copies.memory["converted"]
-        # A thread loads 16 codes at a time.
-        layout = plgpu.Layout.SMEM_GMEM_COPY(stored.shape, attention.kv_dtype, LANES)
+        # A thread stores 16 bytes at a time, of eight codes that it loads.
+        swizzle = LANES * attention.dtype.itemsize
+        layout = plgpu.Layout.SMEM_GMEM_COPY((attention.block, attention.head_size), attention.dtype, swizzle)
         codes = plgpu.load(stored, layout=layout, optimized=False)
         converted[...] = decoded(codes, attention.dtype, self.has_float8)
         return converted
