@@ -6,6 +6,7 @@ another one on the same multiprocessor. Rows with few queries split their KV (`g
 computed in tiles of queries (`gpu_mma.prefill`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,22 +164,23 @@ def _build(
 def _narrow(build: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the decode kernel, whose tiles have as few rows as a group of heads fits."""
     rows = next(rows for rows in (WARP_ROWS, 2 * WARP_ROWS, TILE) if rows >= build.group)
-    return _sized(replace(build, rows=rows), chip)
+    return _sized(replace(build, rows=rows), (TILE, TILE // 2), chip)
 
 
 def _wide(build: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """Returns the operation of the prefill kernel."""
-    # A thread has a row of sums in half of its registers with heads of 128 and 64 rows. Those of 256 do not fit.
+    # A thread keeps 64 sums of heads of 128 with 64 rows. With heads of 256 there is room for 32 rows.
     rows = TILE if build.head_size <= 2 * LANES or build.group > TILE // 2 else TILE // 2
-    return _sized(replace(build, rows=rows), chip)
+    # Codes of 64 tokens, with scales of their own, do not fit the registers beside their logits (8 bytes of spills).
+    blocks = (TILE // 2,) if build.converts else (TILE, TILE // 2)
+    return _sized(replace(build, rows=rows), blocks, chip)
 
 
-def _sized(build: AttentionBuild, chip: GpuChip) -> AttentionBuild:
+def _sized(build: AttentionBuild, blocks: Sequence[int], chip: GpuChip) -> AttentionBuild:
     """Returns the operation with the largest blocks of which `RESIDENT` kernels fit a multiprocessor, or else one."""
     # Threads that load a block through registers wait for it at once: only another block of threads computes meanwhile.
     stages_of = (3, 2) if chip.compute_capability >= AMPERE else (1,)
-    sizes = [(block, stages) for block in (TILE, TILE // 2) for stages in stages_of]
-    candidates = [replace(build, block=block, stages=stages) for block, stages in sizes]
+    candidates = [replace(build, block=block, stages=stages) for block in blocks for stages in stages_of]
     # The driver takes a KiB for each block of threads.
     rooms = (chip.shared_memory_per_sm // RESIDENT - KIB, chip.shared_memory_per_block)
     fitting = (first_to_fit(candidates, fold_memory, room - RESERVED) for room in rooms)
