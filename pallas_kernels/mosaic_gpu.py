@@ -12,6 +12,7 @@ from pallas_kernels.chips import KIB, GpuChip
 
 HOPPER = (9, 0)  # the compute capability of the only GPUs that have wgmma
 TILE = 64  # rows of one matrix instruction of a warpgroup
+WARP_ROWS = 16  # and of one of a warp
 LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
 SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 # The shared memory for barriers, for alignment, and for the compiler's own use.

@@ -68,6 +68,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
+from pallas_kernels.ragged_paged_attention.layout import takes_warps
 from sharding.mesh import MeshShape
 from tools.aot_outcome import Kind
 
@@ -268,6 +269,11 @@ class Program:
     may_spill: bool = False
 
 
+def dtype_for(backend: Backend) -> jnp.dtype:
+    """Returns the dtype of 16 bits that the chip multiplies."""
+    return DTYPE if backend.computes(DTYPE) else jnp.dtype(jnp.float16)
+
+
 def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     """Returns all programs of one kind that `chip` must compile."""
     backend = Backend.of_chip(chip)
@@ -313,30 +319,37 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
-    backend = backend_for(case.head_size, backend, case.latent_size)
+    dtype, backend = dtype_for(backend), backend_for(case.head_size, backend, case.latent_size)
 
     def pool(num_pages: int) -> AbstractPages:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
-        return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
+        return kv_pages_struct(*sizes, dtype, backend, case.latent_size, case.quantization)
 
-    # Scales of latents are a small part of their pages, and even all of them must not fit the VMEM of a TPU.
-    pool_bytes = 12 * POOL_BYTES if case.by_token and case.latent_size else POOL_BYTES
+    # Scales are a small part of their pages. Those of latents must not fit the VMEM of a TPU, even all of them, and
+    # others must be more than a prompt's queries and outputs.
+    pool_bytes = POOL_BYTES * ((12 if case.latent_size else 2) if case.by_token else 1)
     pages = pool(pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        return _compile_attention(case, pages, backend, mesh)
+        return _compile_attention(case, pages, backend, dtype, mesh)
 
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads are an eighth of it, in float32 a quarter.
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper. docs/kernels.md says what others spill.
-    is_hopper = isinstance(backend.chip, GpuChip) and matrix_unit_of(backend.chip) == "wgmma"
-    keeps_all = is_hopper and (case.latent_size or (case.kv_dtype and case.head_size == 128))
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and on GPUs whose matrix units work for a
+    # warp all do. docs/kernels.md says what others spill.
+    keeps_all = False
+    if isinstance(backend.chip, GpuChip):
+        keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)
+        is_hopper = matrix_unit_of(backend.chip) == "wgmma"
+        keeps_all = takes_warps(backend.chip) or bool(is_hopper and keeps_on_hopper)
     return Program(name, MeshShape(1, 1), _num_bytes(pages), copy_bytes, compile_for, may_spill=not keeps_all)
 
 
-def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend, mesh: Mesh) -> jax.stages.Compiled:
+def _compile_attention(
+    case: RaggedCase, pages: AbstractPages, backend: Backend, dtype: jnp.dtype, mesh: Mesh
+) -> jax.stages.Compiled:
     """Compiles a scan over layers like the decoder's. Each layer attends with the output of the one before it."""
     T, R, H, K, D = case.num_tokens, len(case.rows), case.num_heads, case.num_kv_heads, case.head_size
 
@@ -353,7 +366,7 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, KVPages]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
-        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend, latent_size=case.latent_size)
+        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=dtype, backend=backend, latent_size=case.latent_size)
 
         def layer(carry: tuple[jax.Array, KVPages], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.
@@ -387,9 +400,9 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
 
     i32, f32 = jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
     lowered = jax.jit(attend, donate_argnums=3).lower(
-        on_device((T, H, D), DTYPE),
-        on_device((T, K, D), DTYPE),
-        None if case.latent_size else on_device((T, K, D), DTYPE),
+        on_device((T, H, D), dtype),
+        on_device((T, K, D), dtype),
+        None if case.latent_size else on_device((T, K, D), dtype),
         jax.tree.map(lambda x: on_device(x.shape, x.dtype), pages),
         on_device((R, case.max_pages), i32),
         on_device((R,), i32),
