@@ -9,7 +9,7 @@ from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
-from tests.engine.tiny import greedy_tokens, one_program
+from tests.engine.tiny import greedy_tokens
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.run_cache import run_cache
