@@ -20,7 +20,7 @@ from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.forms.form import Arrays, Form, item_of
 from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.layer_loops import over_layers
-from jaxvllm.models.lora import DOWN, LAYERS, LORA, RATIO, layers_with_lora
+from jaxvllm.models.lora import DOWN, LAYERS, LORA, RATIO, UP, layers_with_lora
 from jaxvllm.models.ops import Adapted, InStack, OneOf, Slice, Weight, by_form, matrices_at
 from jaxvllm.models.outer_lora import OuterLora
 from jaxvllm.models.params import LayerStack, Params, layer_stacks
@@ -45,6 +45,8 @@ def of_one_slot(spec: ModelSpec) -> ModelSpec:
 def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
     """Returns `one`, the arrays of an adapter for the layers, with ratios (magnitude / norm - 1) for its magnitudes.
 
+    B is multiplied by magnitude / norm.
+
     `layers` are the arrays of the model's layers. Inside shard_map, all are one device's share, and so is `spec`.
     A magnitude of 0 says that the row has none, and so does a ratio of 0.
     """
@@ -61,7 +63,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         decls, matrices = layer.declare(), layer.matrices
         for name, _ in layer.lora.parts:
             key = next(key for key, own in stacks.items() if own.name == RATIO + name and own.decl == decls[own.name])
-            adapted = replace(layer.lora.adapted(weights, name, of_columns), ratios=None)
+            adapted = layer.lora.adapted(weights, name, of_columns)
             squares = _squared_norms(adapted, matrices[name].shape, dtype)
             is_divided = MODEL in partition_spec(matrices[name].axes[-1:])
             norms = jnp.sqrt(axis.sum(squares) if is_divided else squares)
@@ -73,13 +75,33 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         return found
 
     found = over_layers(of_layer, zeros, layers_with_lora({"layers": layers, LORA: {LAYERS: one}}), spec)
+
+    def ratios_of(name: str, layer: int) -> jax.Array:
+        """Returns the ratios f32[1, ..] of one matrix of a layer."""
+        key, stack = next((key, own) for key, own in stacks.items() if own.name == RATIO + name and layer in own.layers)
+        return found[key][stack.layers.index(layer)]
+
+    one_by_one = next(layer.lora.one_by_one for layer in spec.layers if layer.lora is not None)
+
+    def multiplied(up: jax.Array, ratios: jax.Array) -> jax.Array:
+        """Returns B [.., W] or, one by one, [1, W, ..], times one and the ratios f32[1, ..]."""
+        factors = 1 + (ratios[:, None] if one_by_one else ratios[0][..., None])
+        return (up.astype(jnp.float32) * factors).astype(up.dtype)
+
     if isinstance(one, dict):
+        ups = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(UP)}
+        for key, stack in ups.items():
+            ratios = jnp.stack([ratios_of(stack.name.removeprefix(UP), layer) for layer in stack.layers])
+            found[key] = jax.tree.map(partial(jax.vmap(multiplied), ratios=ratios), one[key])
         return one | found
-    ratios: list[Params] = [{} for _ in one]
-    for key, stack in stacks.items():
-        for place, number in enumerate(stack.layers):
-            ratios[number][stack.name] = found[key][place]
-    return [mine | own for mine, own in zip(one, ratios, strict=True)]
+
+    def with_own(number: int, mine: Params) -> Params:
+        names = [name.removeprefix(UP) for name in mine if name.startswith(UP)]
+        ratios = {name: ratios_of(name, number) for name in names}
+        ups = {UP + name: jax.tree.map(partial(multiplied, ratios=ratios[name]), mine[UP + name]) for name in names}
+        return mine | ups | {RATIO + name: own for name, own in ratios.items()}
+
+    return [with_own(number, mine) for number, mine in enumerate(one)]
 
 
 def _places(stack: LayerStack, num_layers: int) -> np.ndarray:
@@ -99,7 +121,7 @@ def _named(one: Any) -> Iterator[tuple[str, jax.Array]]:
 def _squared_norms(adapted: Adapted, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Returns the sums of squares f32[..] of the rows of W + B A, [.., in] of that shape, that this device has.
 
-    adapted: has no ratios, and the same adapter for all of `_COLUMNS` tokens, whose dtype is `dtype`
+    adapted: has the same adapter for all of `_COLUMNS` tokens, whose dtype is `dtype`
     """
     *rows, size = shape
 

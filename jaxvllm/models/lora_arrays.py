@@ -17,15 +17,16 @@ from jaxvllm.models.forms.choice import Forms
 from jaxvllm.models.forms.cpu_kernel import OnCpu
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
-from jaxvllm.models.lora import DOWN, LAYERS, OUTSIDE, RATIO, UP, LayerLora
+from jaxvllm.models.lora import DOWN, LAYERS, MOST_MASKED, OUTSIDE, RATIO, UP, LayerLora
 from jaxvllm.models.outer_lora import EMBED, HEAD, OuterLora
-from jaxvllm.models.params import Layout, Params, StackLayers, build
+from jaxvllm.models.params import Layout, Params, StackLayers, build, first_layer, most
 from jaxvllm.models.peft import LowRank
 from jaxvllm.models.shards import sharding_on, zeros_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
 from jaxvllm.models.weight_names import Source, outer_sources
+from sharding.mesh import MeshShape
 
 _ENDING = ".weight"
 # The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
@@ -99,9 +100,10 @@ def _modules_of(layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Sour
 
 
 def with_lora(
-    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, one_by_one: bool
+    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, has_kernel: bool
 ) -> ModelSpec:
-    """Returns the spec with room for `num_slots` adapters of up to `rank`."""
+    """Returns the spec with room for `num_slots` adapters of up to `rank`, on devices that have a kernel for them."""
+    one_by_one = has_kernel or num_slots > MOST_MASKED
     counts: list[dict[str, int]] = [{} for _ in spec.layers]
     for module in modules.values():
         if module.layer is not None:
@@ -112,17 +114,17 @@ def with_lora(
         for layer, count in zip(spec.layers, counts, strict=True)
     )
     outside = dict.fromkeys((module.matrix for module in modules.values() if module.layer is None), 1)
-    outer = OuterLora(LayerLora(num_slots, rank, tuple(outside.items()), one_by_one)) if outside else None
+    outer = OuterLora(LayerLora(num_slots, rank, tuple(outside.items()), has_kernel)) if outside else None
     return replace(spec, layers=tuple(layers), lora=outer)
 
 
 @dataclass(frozen=True, eq=False)
 class LoraArrays:
-    """Makes the arrays of adapters for one model, on meshes of `size` devices, in one layout and dtype."""
+    """Makes the arrays of adapters for one model, on meshes of one shape, in one layout and dtype."""
 
     spec: ModelSpec  # with room for adapters
     modules: Mapping[str, LoraModule]
-    size: int
+    shape: MeshShape
     layout: Layout
     dtype: np.dtype
     form: Form
@@ -132,7 +134,7 @@ class LoraArrays:
         cls,
         spec: ModelSpec,
         family: Family,
-        size: int,
+        shape: MeshShape,
         layout: Layout,
         dtype: DTypeLike,
         forms: Forms,
@@ -144,9 +146,9 @@ class LoraArrays:
         modules = lora_modules(spec, family)
         if all(module.layer is None for module in modules.values()):
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
-        one_by_one = layout == "separate" and isinstance(forms.adapters, OnCpu)
-        served = with_lora(spec, modules, num_slots, rank, one_by_one)
-        return cls(served, modules, size, layout, jnp.dtype(dtype), forms.adapters)
+        has_kernel = layout == "separate" and isinstance(forms.adapters, OnCpu)
+        served = with_lora(spec, modules, num_slots, rank, has_kernel)
+        return cls(served, modules, shape, layout, jnp.dtype(dtype), forms.adapters)
 
     @property
     def rank(self) -> int:
@@ -177,9 +179,15 @@ class LoraArrays:
             module = self.modules[name]
             by_layer.setdefault((module.layer, module.matrix), []).append((module, matrices))
 
-        def array(name: str, decl: ParamDecl, layers: Sequence[int] | None) -> np.ndarray:
-            each = [self._filled(name, layer, by_layer).reshape(decl.shape) for layer in layers or (None,)]
-            return np.stack(each) if layers and self.layout == "stacked" else each[0]
+        def array(name: str, decl: ParamDecl, layers: StackLayers | None) -> np.ndarray:
+            if layers is None or self.layout == "separate":
+                return self._filled(name, first_layer(layers), by_layer).reshape(decl.shape)
+            whole = self._whole(decl, layers)
+            array = np.zeros(whole.shape, decl.dtype_in(self.dtype))
+            for stage, own in enumerate(layers):
+                for place, layer in enumerate(own, stage * most(layers)):
+                    array[place] = self._filled(name, layer, by_layer).reshape(decl.shape)
+            return array
 
         return self._tree(self._one_slot, array)
 
@@ -207,12 +215,13 @@ class LoraArrays:
         out = np.zeros(spread_out.shape, decl.dtype_in(self.dtype))
         boxes = spread_boxes(decl, spread_out)
         tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
-        return out
+        lora = None if layer is None else self.spec.layers[layer].lora
+        return out if lora is None else lora.on_devices(name, out)
 
     @cached_property
     def _declared(self) -> dict[int | None, tuple[dict[str, ParamDecl], dict[str, ParamDecl]]]:
-        """The arrays of one adapter in each layer and outside, as one device has them and as `size` devices do."""
-        one, whole = self._one_slot, Spread(self._one_slot, self.size).whole
+        """The arrays of one adapter in each layer and outside, as one device has them and as those of a mesh do."""
+        one, whole = self._one_slot, Spread(self._one_slot, self.shape.model).whole
         found: dict[int | None, tuple[dict[str, ParamDecl], dict[str, ParamDecl]]] = {
             number: (own.lora.declare_one(own.matrices), own.lora.declare_one(wide.matrices))
             for number, (own, wide) in enumerate(zip(one.layers, whole.layers, strict=True))
@@ -228,10 +237,10 @@ class LoraArrays:
         """The spec with room for one adapter."""
         return of_one_slot(self.spec)
 
-    def _whole(self, decl: ParamDecl, layers: Sequence[int] | None) -> ParamDecl:
-        return decl.stacked(len(layers)) if layers and self.layout == "stacked" else decl
+    def _whole(self, decl: ParamDecl, layers: StackLayers | None) -> ParamDecl:
+        return decl.stacked(len(layers) * most(layers)) if layers and self.layout == "stacked" else decl
 
-    def _tree(self, spec: ModelSpec, array: Callable[[str, ParamDecl, Sequence[int] | None], Any]) -> Params:
+    def _tree(self, spec: ModelSpec, array: Callable[[str, ParamDecl, StackLayers | None], Any]) -> Params:
         """Returns `array(name, declaration, layers)` of all arrays of adapters, and None for layers outside of them.
 
         The layout is that of the model's layers.
@@ -240,11 +249,10 @@ class LoraArrays:
         def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
             if not name.startswith((DOWN, UP, RATIO)):
                 return None
-            [of_stage] = layers or (None,)
             form = PLAIN if name.startswith(RATIO) else self.form
-            return form.wrapped({MATRIX: array(name, decl, of_stage)})
+            return form.wrapped({MATRIX: array(name, decl, layers)})
 
-        tree = build(Spread(spec, self.size), self.layout, leaf)
+        tree = build(Spread(spec, self.shape.model, self.shape.stages), self.layout, leaf)
         layers = tree.pop("layers")
         of_layers = _without_others(layers) if isinstance(layers, dict) else [*map(_without_others, layers)]
         return {LAYERS: of_layers, OUTSIDE: _without_others(tree)}

@@ -9,7 +9,7 @@ f[T, E + N W]. Where all of these are zeros, nothing is multiplied by B.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,7 +27,11 @@ EMBED, HEAD = "embed", "lm_head"
 
 @dataclass(frozen=True)
 class OuterLora:
-    """The room of the embedding and of the LM head for adapters: that of a layer with these two matrices."""
+    """The room of the embedding and of the LM head for adapters: that of a layer with these two matrices.
+
+    One by one, there is a matrix [.., W] of B for each slot, for which CPUs have a kernel. Where XLA multiplies, slots
+    are masked, however many there are, because most steps have no adapter of these two.
+    """
 
     room: LayerLora
 
@@ -37,7 +41,18 @@ class OuterLora:
 
     def declare(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
         """Returns the arrays of all slots."""
-        return _without_ratios(self.room.declare(_matrices(vocab_size, hidden_size)))
+        return {name: self._in_slots(name, one) for name, one in self.declare_one(vocab_size, hidden_size).items()}
+
+    def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
+        shape, axis = list(one.shape), self.slot_axis(name)
+        if self.room.one_by_one:
+            return replace(one, shape=(self.room.num_slots, *shape), axes=(None, *one.axes), storage="experts")
+        shape[axis] *= self.room.num_slots
+        return replace(one, shape=tuple(shape), storage="matrix")
+
+    def slot_axis(self, name: str) -> int:
+        """Returns the axis of slots in the arrays of that name."""
+        return self.room.slot_axis(name, is_stacked=False)
 
     @property
     def num_columns(self) -> int:

@@ -33,6 +33,8 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    EmptyAdapters,
+    FillAdapter,
     FillSideRows,
     ForkSlots,
     Forward,
@@ -79,7 +81,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import codes_of
 from sharding.axis import EachReplica
 from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas
-from sharding.rules import DATA
+from sharding.rules import DATA, STAGE
 
 
 class Runner(PlanRunner):
@@ -178,7 +180,7 @@ class Runner(PlanRunner):
             self._store_masks,
             self._fork,
         ]
-        if self._adapter_fills is not None:
+        if self._adapter_fills is not None and leader is None and mesh.shape[STAGE] == 1:
             rarely.append(self._adapter_fills.compile_ratios)
         if shape.side is not None:
             self.unchanging[FillSideRows] = shape.side.nothing()
@@ -309,16 +311,28 @@ class Runner(PlanRunner):
         self._params = parked(own, keeps=False) | others
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
-        assert self._adapter_fills is not None, "there is no room for adapters"
-        self._params = self._adapter_fills.fill(self._params, slot, adapter)
+        if self._leader is None:
+            self._fill_adapter(slot, adapter.arrays, adapter.has_magnitudes)
+        else:
+            self.call(FillAdapter(AdapterFills.packed(adapter.arrays), slot))
         self._with_magnitudes.pop(slot, None)
         if adapter.has_magnitudes:
             self._with_magnitudes[slot] = adapter
+
+    def _fill_adapter(self, slot: int, arrays: Any, has_magnitudes: bool = False) -> None:
+        assert self._adapter_fills is not None, "there is no room for adapters"
+        self._params = self._adapter_fills.fill(self._params, slot, arrays, has_magnitudes)
 
     def _bring_again(self) -> None:
         """Brings the adapters whose ratios depend on weights that others have replaced."""
         for slot, adapter in [*self._with_magnitudes.items()]:
             self.bring_adapter(slot, adapter)
+
+    def empty_adapters(self) -> None:
+        """Makes the slots of adapters as new, if there are any. A fill that broke off may have taken them along."""
+        if self._adapter_fills is not None and self.has_weights:
+            self.call(EmptyAdapters())
+            self._with_magnitudes.clear()
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -410,6 +424,12 @@ class Runner(PlanRunner):
             case UnparkWeights():
                 if not self.has_weights and not are_dropped(self._params):
                     self._params = restored(self._params)
+            case FillAdapter(packed, slot):
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._fill_adapter(slot, self._adapter_fills.unpacked(packed))
+            case EmptyAdapters():
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._params = self._params | {LORA: self._adapter_fills.empty()}
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -427,7 +447,6 @@ class Runner(PlanRunner):
         except ValueError as error:
             return error
         self._params = restored(self._params | read)  # drafts and adapters, which stay, may sleep
-        self._bring_again()
         if self.expert_slots is not None:
             self.expert_slots.begin()
         return None

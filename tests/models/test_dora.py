@@ -22,6 +22,7 @@ from jaxvllm.models.peft import PeftAdapter
 from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.quantized_matmul.code import INT8
 from sharding.axis import ALONE
+from sharding.mesh import MeshShape
 from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
 
@@ -54,7 +55,7 @@ def each(layers: Any) -> list[dict[str, np.ndarray]]:
 def test_norms(name: str, layout: Layout, tmp_path: Path) -> None:
     spec, family = model_spec(FIXTURE.config, FIXTURE.max_model_len), find_family(FIXTURE.config)
     forms = Forms(layers=form_named(name))
-    arrays = LoraArrays.of(spec, family, 1, layout, "float32", forms, num_slots=2, rank=8)
+    arrays = LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=2, rank=8)
     adapter = RandomAdapter(FIXTURE, seed=5, ends=("down_proj", "v_proj"), config={"use_dora": True})
     read = PeftAdapter.read(adapter.write(tmp_path / "adapter"), arrays.sizes, 8)
     directory = FIXTURE.write_checkpoint(tmp_path / "model")
