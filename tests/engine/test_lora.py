@@ -69,8 +69,8 @@ def requests_of(paths: list[Path]) -> list[LoRARequest | None]:
 
 
 def tokens_of(llm: LLM, paths: list[Path], numbers: Sequence[int] = range(len(WHO))) -> list[list[int]]:
-    prompts, adapters = ([of[number] for number in numbers] for of in (PROMPTS, requests_of(paths)))
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
+    adapters = [requests_of(paths)[number] for number in numbers]
+    outputs = llm.generate([PROMPTS[number] for number in numbers], GREEDY, use_tqdm=False, lora_request=adapters)
     return [output.outputs[0].token_ids for output in outputs]
 
 
