@@ -362,7 +362,7 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all do where matrix units work for a
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all where matrix units work for a
     # warp. docs/kernels.md says what others spill.
     keeps_all = False
     if isinstance(backend.chip, GpuChip):
