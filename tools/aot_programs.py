@@ -68,6 +68,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
+from pallas_kernels.ragged_paged_attention.layout import takes_warps
 from sharding.mesh import MeshShape
 from tools.aot_outcome import Kind
 
@@ -247,16 +248,19 @@ QUANTIZED_FORMS = ("decode", "mixed")
 REFERENCE_STEP_CHIPS = ("h200", "v5e")
 # GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
 ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
+# Attention has three ways to copy on GPUs whose matrix units work for a warp. Others of their generations have less.
+ALL_OF_ATTENTION = ("h200", "b200", "t4", "l4", "pro6000")
 # The others have these, whose tiles depend on such numbers.
 SOME_PROGRAMS = (
     "attention/decode-gqa/",
+    "attention/mixed-sinks/",
     "experts/qwen3-30b-decode-64/",
     "quantized/qwen3-8b-gate-up-int4-decode-16/",
     "quantized/qwen3-8b-down-awq-decode-16/",
     "states/qwen3-next-decode-64/",
     "step/decode-int4/",
 )
-# Before Hopper, and on desks, the step is compiled for the kernels in it, since the loop around them is the same.
+# Where matrix units work for a warp, few steps are compiled, for the kernels in them: what is around them is the same.
 FEW_STEPS = ("decode", "mixed", "sample")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
@@ -293,7 +297,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
     """
     every = _programs(chip, kind)
-    if isinstance(chip, TpuChip) or chip.name in ALL_OF_GENERATION:
+    if isinstance(chip, TpuChip) or chip.name in (ALL_OF_ATTENTION if kind == "attention" else ALL_OF_GENERATION):
         return every
     return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
 
@@ -301,9 +305,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
     has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
-    attends = backend_for(128, backend) == backend
+    has_all_steps = isinstance(chip, TpuChip) or not takes_warps(chip)
     if kind == "attention":
-        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING)) if attends else ()
+        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     if kind == "experts":
         return tuple(_experts_program(case, backend) for case in EXPERTS_SERVING) if has_copy_engine else ()
     if kind == "quantized":
@@ -324,8 +328,8 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form in (WIDE.forms if attends else FEW_STEPS)
-        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and attends else []))
+        for form in (WIDE.forms if has_all_steps else FEW_STEPS)
+        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and has_all_steps else []))
     )
     # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
     quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
@@ -334,7 +338,7 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for quantization in quantizations
         for form in QUANTIZED_FORMS
     )
-    if attends:
+    if has_all_steps:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
@@ -343,30 +347,37 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
-    backend = backend_for(case.head_size, backend, case.latent_size)
+    dtype, backend = dtype_for(backend), backend_for(case.head_size, backend, case.latent_size)
 
     def pool(num_pages: int) -> AbstractPages:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
-        return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
+        return kv_pages_struct(*sizes, dtype, backend, case.latent_size, case.quantization)
 
-    # Scales of latents are a small part of their pages, and even all of them must not fit the VMEM of a TPU.
-    pool_bytes = 12 * POOL_BYTES if case.by_token and case.latent_size else POOL_BYTES
+    # Scales are a small part of their pages. Those of latents must not fit the VMEM of a TPU, even all of them, and
+    # others must be more than a prompt's queries and outputs.
+    pool_bytes = POOL_BYTES * ((12 if case.latent_size else 2) if case.by_token else 1)
     pages = pool(pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        return _compile_attention(case, pages, backend, mesh)
+        return _compile_attention(case, pages, backend, dtype, mesh)
 
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads are an eighth of it, in float32 a quarter.
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper. docs/kernels.md says what others spill.
-    is_hopper = isinstance(backend.chip, GpuChip) and matrix_unit_of(backend.chip) == "wgmma"
-    keeps_all = is_hopper and (case.latent_size or (case.kv_dtype and case.head_size == 128))
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all do on GPUs whose matrix units
+    # work for a warp. docs/kernels.md says what others spill.
+    keeps_all = False
+    if isinstance(backend.chip, GpuChip):
+        keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)
+        is_hopper = matrix_unit_of(backend.chip) == "wgmma"
+        keeps_all = takes_warps(backend.chip) or bool(is_hopper and keeps_on_hopper)
     return Program(name, MeshShape(1, 1), _num_bytes(pages), copy_bytes, compile_for, may_spill=not keeps_all)
 
 
-def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend, mesh: Mesh) -> jax.stages.Compiled:
+def _compile_attention(
+    case: RaggedCase, pages: AbstractPages, backend: Backend, dtype: jnp.dtype, mesh: Mesh
+) -> jax.stages.Compiled:
     """Compiles a scan over layers like the decoder's. Each layer attends with the output of the one before it."""
     T, R, H, K, D = case.num_tokens, len(case.rows), case.num_heads, case.num_kv_heads, case.head_size
 
@@ -383,7 +394,7 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, KVPages]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
-        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend, latent_size=case.latent_size)
+        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=dtype, backend=backend, latent_size=case.latent_size)
 
         def layer(carry: tuple[jax.Array, KVPages], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.
@@ -417,9 +428,9 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
 
     i32, f32 = jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
     lowered = jax.jit(attend, donate_argnums=3).lower(
-        on_device((T, H, D), DTYPE),
-        on_device((T, K, D), DTYPE),
-        None if case.latent_size else on_device((T, K, D), DTYPE),
+        on_device((T, H, D), dtype),
+        on_device((T, K, D), dtype),
+        None if case.latent_size else on_device((T, K, D), dtype),
         jax.tree.map(lambda x: on_device(x.shape, x.dtype), pages),
         on_device((R, case.max_pages), i32),
         on_device((R,), i32),
