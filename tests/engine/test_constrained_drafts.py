@@ -116,7 +116,7 @@ def thinking(llm: LLM, marks: ReasoningFormat | None) -> Iterator[None]:
     constraints = RequestConstraints(engine.tokenizer, engine.vocab_size, engine.eos_token_ids, marks, lenient=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "_constraints", constraints)
-        patch.setattr(engine, "_rules", replace(engine._rules, has_reasoning=True))
+        patch.setattr(engine.inputs, "rules", replace(engine.inputs.rules, has_reasoning=True))
         yield
     constraints.close()
 

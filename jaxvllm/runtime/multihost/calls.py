@@ -154,6 +154,11 @@ class UnparkWeights:
 
 
 @dataclass(frozen=True)
+class DropWeights:
+    """Frees the weights, until `ReadWeights` brings others."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Frees the device's memory. No call follows."""
 
@@ -183,6 +188,7 @@ type Call = (
     | ReleasePages
     | ParkWeights
     | UnparkWeights
+    | DropWeights
     | Close
 )
 type Message = Call | Abandon
@@ -213,6 +219,7 @@ _KINDS: tuple[type[Message], ...] = (
     ReleasePages,
     ParkWeights,
     UnparkWeights,
+    DropWeights,
 )
 # The field of the kind's own number.
 _OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
