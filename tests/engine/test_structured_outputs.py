@@ -229,7 +229,7 @@ def test_guesses_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     prompts = ["As JSON: "] * len(cases)
     guessed = generate(llm, prompts, asked)
-    monkeypatch.setattr(llm.engine, "_masks_commute", False)
+    monkeypatch.setattr(llm.engine.inputs, "_masks_commute", False)
     masked = generate(llm, prompts, asked)
     assert tokens(guessed) == tokens(masked)
     assert [one.outputs[0].finish_reason for one in guessed] == [one.outputs[0].finish_reason for one in masked]
