@@ -1,4 +1,4 @@
-"""What Mosaic GPU of jax 0.11.2 lacks for Turing (compute capability 7.5), put into it: two of its functions change.
+"""Changes two functions of Mosaic GPU (jax 0.11.2), so that it compiles for Turing (compute capability 7.5).
 
 Both go by the generation that is lowered for, so kernels for other GPUs are what they were. Each of them goes when
 Mosaic GPU has the same: `_mma_single_tile` when it emits instructions of depth 8, and `_lift_fast_instr` when its
@@ -21,7 +21,8 @@ _MULTIPLY = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4
 
 def install() -> None:
     """Changes both functions, once."""
-    mma, arrays = importlib.import_module(_MMA), fragmented_array.FragmentedArray
+    mma: Any = importlib.import_module(_MMA)
+    arrays: Any = fragmented_array.FragmentedArray
     if getattr(mma._mma_single_tile, "knows_turing", False):
         return
     deep, lift = mma._mma_single_tile, arrays._lift_fast_instr

@@ -38,7 +38,7 @@ class InputProcessor:
         *,
         masks_commute: bool,
     ):
-        """`replica` is one of the engine's, which are all alike.
+        """Takes one of the engine's replicas, which are all alike.
 
         `masks_commute`: nobody reads the logits of one position but the sampler, such as a logits processor.
         """

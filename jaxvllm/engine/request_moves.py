@@ -25,7 +25,7 @@ class RequestMoves:
         weights: EngineWeights,
         page_format: Callable[[], PageFormat],
     ):
-        """`page_format` is `EngineParts.page_format`."""
+        """Takes the parts of an engine, and its `EngineParts.page_format`."""
         self._config = config
         self._replicas = replicas
         self._inputs = inputs
