@@ -64,7 +64,7 @@ from jaxvllm.runtime.stored_programs import StoredPrograms
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, multiplies_bf16
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
@@ -138,7 +138,7 @@ def build(
     if device.platform == "cpu":
         keep_temporaries()
     directory = resolve(config.model)
-    resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
+    resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform, multiplies_bf16(device))
     spec = resolved.spec
     _log_costs(Spread.on(spec, meshes[0]))
     backend = Backend.of_device(config.attention_backend, device, resolved.dtype)
@@ -258,7 +258,7 @@ def build(
         text = "%d pages of %d tokens for %d layers that %s"
         logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), does)
         if group.memory.backend(backend) != backend:
-            logger.info("the %s kernels have no heads of the size of these layers: plain XLA attends", backend.kind)
+            logger.info("the %s kernels are not for these layers on this device: plain XLA attends", backend.kind)
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", holders[0].memory_use().table())
 
@@ -388,7 +388,7 @@ def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -
     """Makes room for adapters, if the user wants any."""
     if not config.enable_lora:
         return None
-    places = config.mesh_shape.model, resolved.layout, resolved.dtype
+    places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
     return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
 
