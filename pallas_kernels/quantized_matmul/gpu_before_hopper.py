@@ -202,7 +202,7 @@ class WarpgroupUnit:
         return product.of_rows(total, factors, unit.matrix, unit.column)
 
     def _fetch(self, unit: QuantizedUnit, step: jax.Array, x: Ref, codes: Ref, memory: dict[str, Ref]) -> None:
-        """Copies the rows and the codes of a stage. Those that no stage needs are the last stage's again.
+        """Copies the rows and the codes of a stage. Copies that no stage needs are the last stage's again.
 
         As many groups of copies must be under way at any time, since a warpgroup waits until so many are left.
         """

@@ -9,7 +9,7 @@ from typing import Any
 
 import jaxvllm
 from jaxvllm import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
-from tests.engine.tiny import greedy_tokens, one_program
+from tests.engine.tiny import greedy_tokens
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.run_cache import run_cache
@@ -127,9 +127,14 @@ def replace_weights(llm: LLM, directory: Path) -> list[Any]:
             llm.update_weights(source)
         except (ValueError, NotImplementedError) as error:
             troubles.append(str(error))
+    llm.sleep(level=1)
+    assert llm.wake_up()
     said.append(say())
     for source in (directory, DEMO):
+        llm.sleep(level=2)
+        assert not llm.wake_up()
         llm.update_weights(source)
+        assert llm.wake_up()
         said.append(say())
     return [said, troubles]
 
