@@ -25,6 +25,7 @@ from sharding.placement import make_mesh
 from tests.conftest import Compilations
 from tests.engine.tiny import greedy_tokens, random_prompts, tiny_llm, write_tiny_checkpoint
 from tests.models.fixture import Fixture
+from tests.quick import earlier_emitters, quick_compilation, rare_programs
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +35,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path) -> Iterator[LLM]:
-    """As it is served, because its bits are compared. In 16 bits it shows where XLA does not round."""
+    """Compiled as it is served, because its bits are compared. In 16 bits it shows where XLA does not round."""
     sizes = dict(max_num_seqs=16, max_num_batched_tokens=64, row_buckets=(16,), token_buckets=(64,), num_pages=257)
-    with tiny_llm(directory, dtype="bfloat16", attention_backend="cpu", **sizes) as llm:
+    with rare_programs(on_demand=True), tiny_llm(directory, dtype="bfloat16", attention_backend="cpu", **sizes) as llm:
         yield llm
 
 
@@ -123,7 +124,8 @@ def trained(module: EngineModule, tokens: jax.Array, steps: int, rate: float = 0
         nnx.update(module, jax.tree.map(lambda x, of: x - rate * of, state, grads))
         return value
 
-    return [float(step(module)) for _ in range(steps)]
+    with quick_compilation(), earlier_emitters():
+        return [float(step(module)) for _ in range(steps)]
 
 
 def test_training_changes_what_is_served_and_saved(
@@ -177,6 +179,6 @@ def test_optax_trains_a_module_on_a_mesh(directory: Path) -> None:
         optimizer.update(module, grads)
         return value
 
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+    with quick_compilation(), earlier_emitters(), jax.numpy_dtype_promotion("standard"):  # optax needs it
         losses = [float(step(module, optimizer)) for _ in range(8)]
     assert losses[-1] < losses[0] / 2

@@ -90,7 +90,7 @@ def _key(given: LayerInput) -> str:
     return repr(given.memory)
 
 
-def dense_logits(params: Any, spec: ModelSpec, tokens: list[int], axis: ModelAxis = ALONE) -> jax.Array:
+def dense_logits(params: Any, spec: ModelSpec, tokens: list[int] | jax.Array, axis: ModelAxis = ALONE) -> jax.Array:
     """f32[T, V]: the logits at every position of one sequence; inside shard_map, a device's share of both."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
     ids = jnp.asarray(tokens, jnp.int32)

@@ -108,6 +108,7 @@ class AttentionSuite:
     backend: str
     cases: ClassVar[Sequence[RaggedCase]] = (*CASES, *BY_TOKEN)
     bfloat16_cases: ClassVar[Sequence[str]] = ("decode-mqa", "mixed-any-order")  # with decoding, drafts and a prompt
+    repeated_cases: ClassVar[Sequence[str]] = ("decode-gqa", "mixed-any-order")
     outputs: ClassVar[dict[tuple[str, str], bytes]] = {}  # of a backend's first run of a case
 
     @classmethod
@@ -120,6 +121,8 @@ class AttentionSuite:
             metafunc.parametrize("result", cases, indirect=True, scope="class")
         if "bfloat16_case" in metafunc.fixturenames:
             metafunc.parametrize("bfloat16_case", self.bfloat16_cases)
+        if "repeated_case" in metafunc.fixturenames:
+            metafunc.parametrize("repeated_case", self.repeated_cases)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -140,10 +143,9 @@ class AttentionSuite:
     def test_padding_is_finite(self, result: Result) -> None:
         assert np.isfinite(result.out).all()
 
-    @pytest.mark.parametrize("name", ["decode-gqa", "mixed-any-order"])
-    def test_the_same_bits_on_repeat(self, name: str) -> None:
-        call = self.call(next(case for case in CASES if case.name == name))
-        first = self.outputs.get((self.backend, name)) or run(call, self.backend)[0].tobytes()
+    def test_the_same_bits_on_repeat(self, repeated_case: str) -> None:
+        call = self.call(next(case for case in CASES if case.name == repeated_case))
+        first = self.outputs.get((self.backend, repeated_case)) or run(call, self.backend)[0].tobytes()
         assert run(call, self.backend)[0].tobytes() == first
 
     def test_only_the_new_kv_of_this_layer_is_written(self, result: Result) -> None:
@@ -260,7 +262,7 @@ WHOLE = replace(MQA, name="prefill-whole", rows=(MQA.rows[1], RowCase(200, 200),
 
 
 # Rows that decode read FP8 in "mixed-fp8", too, and the decode form has bytes in "decode-int8". Those of "mixed-slopes"
-# have slopes, and those of "mixed-int8-by-token" scales of tokens.
+# or of `test_tpu` have slopes, and those of "mixed-int8-by-token" scales of tokens.
 ALIKE = ("decode-fp8", "decode-slopes", "decode-fp8-by-token")
 
 
@@ -275,3 +277,4 @@ class InterpretedSuite(AttentionSuite):
     """The tests of a kernel that is interpreted, of fewer programs than a kernel that is compiled quickly."""
 
     bfloat16_cases = ("mixed-any-order",)  # the decode form: in the file of what only this kernel has
+    repeated_cases = ("decode-window", "mixed-int8")  # fewer tokens, but several rows and tiles

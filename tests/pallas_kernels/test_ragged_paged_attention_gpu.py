@@ -8,8 +8,9 @@ from tests.pallas_kernels.attention_suite import BY_TOKEN, InterpretedSuite, int
 
 class TestGpu(InterpretedSuite):
     backend = "gpu"
-    # Prompts with sinks read FP8 in "mixed-fp8". Pages of 64 tokens: `test_gpu`.
-    cases = interpreted("mixed-sinks")
+    # Prompts with sinks read FP8 in "mixed-fp8", and prompts over latents int8 in "mixed-latent-by-token". Pages of 64
+    # tokens, and latents in 16 bits of several queries a row: `test_gpu`.
+    cases = interpreted("mixed-sinks", "mixed-latent")
 
     def test_float16_has_small_weights_times_scales_of_tokens(self) -> None:
         # A weight of 1e-5 times a scale of 0.02 would be three of float16's smallest steps.

@@ -5,5 +5,6 @@ from tests.pallas_kernels.attention_suite import InterpretedSuite, interpreted
 
 class TestTpu(InterpretedSuite):
     backend = "tpu"
-    # Sinks beside prompts, pages of 64 tokens, and heads of several registers with a soft cap: `test_tpu`.
-    cases = interpreted("mixed-sinks", "mixed-wide-heads")
+    # Sinks beside prompts, slopes beside sinks, pages of 64 tokens, and heads of several registers with a soft cap:
+    # `test_tpu`.
+    cases = interpreted("mixed-sinks", "mixed-slopes", "mixed-wide-heads")

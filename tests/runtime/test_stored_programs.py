@@ -27,6 +27,7 @@ from jaxvllm.runtime.stored_programs import StoredPrograms
 from sharding.axis import ModelAxis
 from sharding.rules import MODEL
 from tests.engine.tiny import random_prompts, tiny_llm, write_tiny_checkpoint
+from tests.quick import earlier_emitters
 
 type Count = Callable[[], AbstractContextManager]
 X = np.arange(4, dtype=np.float32)
@@ -289,6 +290,7 @@ def test_starts_at_the_same_time_do_not_meet(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.slow
+@earlier_emitters()
 def test_an_engine_that_starts_again_traces_no_step_and_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
