@@ -26,7 +26,7 @@ class EngineAdapters:
     """Finds the adapters of requests: as they were read, or as they were updated since."""
 
     def __init__(self, config: EngineConfig, read: ReadAdapter | None, replicas: Sequence[Replica]):
-        """Takes what reads adapters, or None where there is no room for any."""
+        """Reads adapters with `read`. An engine that has none has no room for adapters."""
         self._read = read
         self._store = None if read is None else LoraStore(read, config.max_cpu_loras or config.max_loras)
         self._replicas = replicas

@@ -22,7 +22,7 @@ class EngineSleep:
         *,
         moves_pages: bool,
     ):
-        """Takes what sleeps. If it `moves_pages`, some may be on their way to or from other places and must stay."""
+        """Begins awake. With `moves_pages`, pages may be on their way to or from other places, so they must stay."""
         self._replicas = replicas
         self._holders = holders
         self._meters = meters

@@ -38,7 +38,7 @@ class InputProcessor:
         *,
         masks_commute: bool,
     ):
-        """Takes one of the engine's replicas, which are all alike.
+        """Takes one `replica` of the engine, because all are alike.
 
         `masks_commute`: nobody reads the logits of one position but the sampler, such as a logits processor.
         """

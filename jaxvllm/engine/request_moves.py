@@ -25,7 +25,7 @@ class RequestMoves:
         weights: EngineWeights,
         page_format: Callable[[], PageFormat],
     ):
-        """Takes the parts of an engine, and its `EngineParts.page_format`."""
+        """Moves requests of these replicas. Their pages travel as `EngineParts.page_format` says."""
         self._config = config
         self._replicas = replicas
         self._inputs = inputs
