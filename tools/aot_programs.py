@@ -337,8 +337,8 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and on GPUs whose matrix units work for a
-    # warp all do. docs/kernels.md says what others spill.
+    # On GPUs whose matrix units work for a warp all cases keep all of their registers, and on Hopper heads of 128 in codes
+    # and latents do. docs/kernels.md says what others spill.
     keeps_all = False
     if isinstance(backend.chip, GpuChip):
         keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)
