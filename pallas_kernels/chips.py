@@ -70,6 +70,11 @@ class GpuChip:
         return self.compute_capability >= (8, 0)
 
     @property
+    def has_async_copies(self) -> bool:
+        """Whether threads copy into shared memory and go on (`cp.async`), as they do on all but Turing."""
+        return self.compute_capability >= (8, 0)
+
+    @property
     def has_copy_engine(self) -> bool:
         """Whether it copies tiles into shared memory by itself (TMA), and tells by a barrier when they are there."""
         return self.compute_capability >= (9, 0)

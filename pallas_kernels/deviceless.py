@@ -73,7 +73,7 @@ def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Dev
 
 @contextmanager
 def lowering_for(mesh: Mesh) -> Iterator[None]:
-    """Lowers programs for the devices of `mesh`, which exist for the compiler only.
+    """Makes jax lower programs for the devices of `mesh`, which exist for the compiler only.
 
     Pallas asks the mesh which device it lowers for, and Mosaic GPU asks the default device for its generation: it took
     all chips for Hopper otherwise, while ptxas made their programs for the generation that they are of.

@@ -31,6 +31,13 @@ def _debug_options(content: bytes) -> bytes:
     return _message(3, _message(3, content))
 
 
+# What a program of a process of its own begins with, whose engines are to compile quickly.
+QUICKLY = """
+from tests.quick import quick_engines
+
+quickly = quick_engines()
+quickly.__enter__()
+"""
 # `xla_cpu_parallel_codegen_split_count`: by default a program has up to 32 parts, each with what all of them need.
 _ONE_PART = _debug_options(_varint(323 << 3) + _varint(1))
 # `xla_backend_extra_options`. None of jax's own `compiler_options` leads there.

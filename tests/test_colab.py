@@ -12,16 +12,11 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
+from tests.quick import QUICKLY
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
-QUICKLY = """
-from tests.quick import quick_engines
-
-quickly = quick_engines()
-quickly.__enter__()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +141,16 @@ def test_bring_your_own_checkpoint() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
 def test_finetune() -> None:
-    # Not quickly: the engine that is served has the bits of its trainer, and it is as large as the quickstart's.
-    lines = run("finetune").splitlines()
+    # Not quickly: the engine that is served has the bits of its trainer, and it is as large as the quickstart's. Eight
+    # answers are learnt in half of the steps that twenty take.
+    fewer = {".splitlines()\n": ".splitlines()[:8]\n", "range(1, 41)": "range(1, 21)"}
+    lines = run("finetune", smaller=fewer).splitlines()
     assert any(
         line.endswith("parameters are the engine's arrays") and line.split()[0] == line.split()[2] for line in lines
     )
     assert "largest difference of a log-probability: 0.0" in lines
-    first, last = (int(line.split()[0]) for line in lines if line.endswith("of 20 answers are right"))
-    assert first < 3 and last > 17
+    first, last = (int(line.split()[0]) for line in lines if line.endswith("of 8 answers are right"))
+    assert first < 2 and last > 7
     assert any(line.startswith("config.json") for line in lines)
 
 

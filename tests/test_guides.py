@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import QUICKLY
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def copy(tmp_path: Path) -> Path:
     """The product in another place, where it may be changed."""
     shutil.copytree(ROOT / "jaxvllm", tmp_path / "jaxvllm", ignore=shutil.ignore_patterns("assets", "__pycache__"))
     (tmp_path / "jaxvllm/assets").symlink_to(ROOT / "jaxvllm/assets")
-    for package in ("pallas_kernels", "sharding"):
+    for package in ("pallas_kernels", "sharding", "tests"):
         (tmp_path / package).symlink_to(ROOT / package)
     return tmp_path
 
@@ -70,7 +71,7 @@ def test_the_guide_to_a_sampling_parameter_is_true(copy: Path) -> None:
     for block in diffs:
         follow(block, copy)
     done = subprocess.run(
-        [sys.executable, "-c", program + PROBE],
+        [sys.executable, "-c", QUICKLY + program + PROBE],
         cwd=copy,
         env=os.environ | {"PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import QUICKLY
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ def test_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     examples = [text for page in pages for text in python_examples((ROOT / page).read_text(encoding="utf-8"))]
     assert len(examples) >= 3
     program = tmp_path / "readme.py"
-    program.write_text("\n".join([*examples, "llm.close()"]), encoding="utf-8")
+    program.write_text("\n".join([QUICKLY, *examples, "llm.close()"]), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "xla"))
     done = subprocess.run([sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=PATIENCE)

@@ -244,8 +244,21 @@ LATENT = StepModel(
 LATENT_FORMS = ("decode", "mixed")
 # The layers of Llama 3 70B, whose smallest matrix takes 128 MiB in 16 bits, 32 in int4, and 64 in FP8.
 QUANTIZED_FORMS = ("decode", "mixed")
-# The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
-REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
+# The step is compiled with kernels on chips that have some, and once of either kind with the reference.
+REFERENCE_STEP_CHIPS = ("h200", "v5e")
+# GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
+ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
+# The others have these, whose tiles depend on such numbers.
+SOME_PROGRAMS = (
+    "attention/decode-gqa/",
+    "experts/qwen3-30b-decode-64/",
+    "quantized/qwen3-8b-gate-up-int4-decode-16/",
+    "quantized/qwen3-8b-down-awq-decode-16/",
+    "states/qwen3-next-decode-64/",
+    "step/decode-int4/",
+)
+# Before Hopper, and on desks, the step is compiled for the kernels in it, since the loop around them is the same.
+FEW_STEPS = ("decode", "mixed", "sample")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 # In stages too, the forms whose layers run in a loop within another loop, where compilers might copy. Not of NARROW:
@@ -258,7 +271,7 @@ class Program:
     """Compiles for a mesh. Each device must update `in_place_bytes` in place and copy nothing of `copy_bytes` or more.
 
     A copy would be one of its temporaries or, on a TPU, an array in VMEM. None of its kernels for GPUs may spill
-    registers, unless it `may_spill`.
+    registers, unless it `may_spill`. One that `needs_kernel` must not be left to XLA.
     """
 
     name: str
@@ -267,6 +280,7 @@ class Program:
     copy_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
     may_spill: bool = False
+    needs_kernel: bool = False
 
 
 def dtype_for(backend: Backend) -> jnp.dtype:
@@ -275,17 +289,29 @@ def dtype_for(backend: Backend) -> jnp.dtype:
 
 
 def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
-    """Returns all programs of one kind that `chip` must compile."""
+    """Returns the programs of one kind that `chip` must compile: all, or some where another of its generation has all.
+
+    Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
+    """
+    every = _programs(chip, kind)
+    if isinstance(chip, TpuChip) or chip.name in ALL_OF_GENERATION:
+        return every
+    return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
+
+
+def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
+    has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
+    attends = backend_for(128, backend) == backend
     if kind == "attention":
-        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
+        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING)) if attends else ()
     if kind == "experts":
-        return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
+        return tuple(_experts_program(case, backend) for case in EXPERTS_SERVING) if has_copy_engine else ()
     if kind == "quantized":
         found = (_quantized_program(case, backend) for case in QUANTIZED_SERVING)
         return tuple(program for program in found if program is not None)
     if kind == "states":
-        if backend == REFERENCE:
+        if not has_copy_engine:
             return ()
         # The kernel for GPUs takes no matrices wider than a page.
         scans = [case for case in SCAN_SERVING if backend.kind == "tpu" or case.state_size <= 128]
@@ -299,18 +325,17 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form in WIDE.forms
-        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
+        for form in (WIDE.forms if attends else FEW_STEPS)
+        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and attends else []))
     )
-    if backend != REFERENCE:
-        # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
-        quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
-        wide += tuple(
-            _step_program(WIDE, form, backend, MeshShape(1, 1), quantization)
-            for quantization in quantizations
-            for form in QUANTIZED_FORMS
-        )
-    if backend != REFERENCE:
+    # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
+    quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
+    wide += tuple(
+        _step_program(WIDE, form, backend, MeshShape(1, 1), quantization)
+        for quantization in quantizations
+        for form in QUANTIZED_FORMS
+    )
+    if attends:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
@@ -337,8 +362,8 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # On GPUs whose matrix units work for a warp all cases keep all of their registers, and on Hopper heads of 128 in codes
-    # and latents do. docs/kernels.md says what others spill.
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all where matrix units work for a
+    # warp. docs/kernels.md says what others spill.
     keeps_all = False
     if isinstance(backend.chip, GpuChip):
         keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)
@@ -449,11 +474,13 @@ def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
     if form is None or not form.reads_stacks:
         return None
 
+    dtype = dtype_for(backend)
+
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         everywhere = NamedSharding(mesh, PartitionSpec())
 
         def on_device(decl: ParamDecl) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((LAYERS, *decl.shape), decl.dtype_in(DTYPE), sharding=everywhere)
+            return jax.ShapeDtypeStruct((LAYERS, *decl.shape), decl.dtype_in(dtype), sharding=everywhere)
 
         def run(x: jax.Array, stack: Matrix) -> jax.Array:
             def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
@@ -463,13 +490,13 @@ def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
 
         matrix = ParamDecl((case.size_out, case.size_in), (None, None), "ones")
         stack = form.wrapped({name: on_device(decl) for name, decl in form.declare(matrix).items()})
-        x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), DTYPE, sharding=everywhere)
+        x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype, sharding=everywhere)
         return jax.jit(run).lower(x, stack).compile()
 
     # Nothing else than rows of activations: those that come, in the order of the codes, and those that go.
     activations = case.num_rows * 2 * (case.size_in + case.size_out) * DTYPE.itemsize
     name = f"quantized/{case.name}/{backend.kind}"
-    return Program(name, MeshShape(1, 1), 0, case.num_bytes + activations, compile_for)
+    return Program(name, MeshShape(1, 1), 0, case.num_bytes + activations, compile_for, needs_kernel=True)
 
 
 def _delta_program(case: DeltaCase, backend: Backend) -> Program:
@@ -484,7 +511,10 @@ def _scan_program(case: ScanCase, backend: Backend) -> Program:
     scan = SelectiveScan(case.num_heads, case.head_size, case.state_size)
     memory = StateMemory(case.num_groups, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
     weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
-    return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+    program = _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+    # Where one group has all heads (Granite 4), ptxas spills 400 bytes for RTX PRO 6000, and none for H200.
+    on_desk = isinstance(backend.chip, GpuChip) and backend.chip.compute_capability >= (12, 0)
+    return replace(program, may_spill=on_desk)
 
 
 def _channel_program(case: ChannelCase, backend: Backend) -> Program:
@@ -556,20 +586,20 @@ def _states_program(
 def _step_program(
     model: StepModel, form: str, backend: Backend, mesh: MeshShape, quantization: str | None = None
 ) -> Program:
-    page_size, spec = 16, model.spec
+    page_size, spec, dtype = 16, model.spec, dtype_for(backend)
     max_pages = spec.max_position // page_size
-    shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
+    shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=dtype, step_tokens=model.mixed_tokens)
     shape = replace(shape, has_drafts=True)
 
     def pool(num_pages: int) -> AbstractPages:
         memory = spec.layers[0].shard(mesh.model).memory
-        return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, DTYPE, backend)
+        return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, dtype, backend)
 
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         forms = Forms.chosen(quantization, backend, may_turn=False, shards=mesh.size)
-        params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
+        params = abstract_params(spec, dtype, "stacked", mesh, forms)
         pages = shape.pages(spec, backend, mesh)
         proposer = NgramProposer(SPECULATION.prompt_lookup_min, SPECULATION.prompt_lookup_max)
         return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh, proposer=proposer))
@@ -578,7 +608,10 @@ def _step_program(
     name = f"step/{form}{model.suffix}{of_codes}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
     pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))
     copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes * mesh.stages // spec.num_layers)
-    if quantization is not None:  # the smallest matrix has a quarter of these bytes, beside activations of 50 MiB
+    # The smallest matrix in int4 has a quarter of these bytes, beside activations of 50 MiB in a mixed step. Before
+    # Hopper XLA turns products, and they are 74 MiB; a matrix in 16 bits would be found there all the same.
+    turns = isinstance(backend.chip, GpuChip) and not backend.chip.has_copy_engine
+    if quantization is not None and not (turns and form == "mixed"):
         copy_bytes //= 2
     return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 

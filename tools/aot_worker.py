@@ -77,6 +77,8 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     message = ""
     if of_another is not None:
         message = f"{of_another.name} was compiled for {of_another.ptx_target}, and the chip is {target}"
+    elif program.needs_kernel and not kernels:
+        message = "no kernel of ours is in it"
     elif memory.alias_size_in_bytes < program.in_place_bytes:
         message = f"{program.in_place_bytes} bytes of pages and state are not updated in place"
     elif memory.temp_size_in_bytes >= program.copy_bytes:

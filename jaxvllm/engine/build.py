@@ -388,7 +388,7 @@ def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -
     """Makes room for adapters, if the user wants any."""
     if not config.enable_lora:
         return None
-    places = config.mesh_shape.model, resolved.layout, resolved.dtype
+    places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
     return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
 

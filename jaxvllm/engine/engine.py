@@ -723,6 +723,7 @@ class Engine:
         self._early.clear()
         self._router = self._make_router()
         for holder in self.holders:
+            holder.empty_adapters()  # no request has one any more
             if holder.has_pages:
                 holder.reset()
         self._is_broken = False
@@ -754,10 +755,9 @@ class Engine:
 
         All sequences of a caller's request share `grammar`, `bad_words` and `adapter`. `state`: where this one goes on.
         """
-        if self._loras is not None:
-            given = sequence.prompt.cache_salt
-            salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
-            sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
+        given = sequence.prompt.cache_salt
+        salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
+        sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
         seed, limit = sequence.params.seed, self._rules.limit(sequence)
         num_prompt_tokens = len(sequence.prompt.token_ids)
         detection, beams = sequence.params.repetition_detection, sequence.beam_search

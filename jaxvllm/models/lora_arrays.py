@@ -16,14 +16,15 @@ from jaxvllm.models.forms.choice import Forms
 from jaxvllm.models.forms.cpu_kernel import OnCpu
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.plain import MATRIX
-from jaxvllm.models.lora import DOWN, UP, LayerLora
-from jaxvllm.models.params import Layout, Params, StackLayers, build
+from jaxvllm.models.lora import DOWN, MOST_MASKED, UP, LayerLora
+from jaxvllm.models.params import Layout, Params, StackLayers, build, most
 from jaxvllm.models.peft import LowRank
 from jaxvllm.models.shards import sharding_on, zeros_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
 from jaxvllm.models.weight_names import Source
+from sharding.mesh import MeshShape
 
 _ENDING = ".weight"
 # The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
@@ -98,11 +99,11 @@ def with_lora(
 
 @dataclass(frozen=True, eq=False)
 class LoraArrays:
-    """Makes the arrays of adapters for one model, on meshes of `size` devices, in one layout and dtype."""
+    """Makes the arrays of adapters for one model, on meshes of one shape, in one layout and dtype."""
 
     spec: ModelSpec  # with room for adapters
     modules: Mapping[str, LoraModule]
-    size: int
+    shape: MeshShape
     layout: Layout
     dtype: np.dtype
     form: Form
@@ -112,7 +113,7 @@ class LoraArrays:
         cls,
         spec: ModelSpec,
         family: Family,
-        size: int,
+        shape: MeshShape,
         layout: Layout,
         dtype: DTypeLike,
         forms: Forms,
@@ -124,9 +125,10 @@ class LoraArrays:
         modules = lora_modules(spec, family)
         if not modules:
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
-        one_by_one = layout == "separate" and isinstance(forms.adapters, OnCpu)
+        has_kernel = layout == "separate" and isinstance(forms.adapters, OnCpu)
+        one_by_one = has_kernel or num_slots > MOST_MASKED
         served = with_lora(spec, modules, num_slots, rank, one_by_one)
-        return cls(served, modules, size, layout, jnp.dtype(dtype), forms.adapters)
+        return cls(served, modules, shape, layout, jnp.dtype(dtype), forms.adapters)
 
     @property
     def rank(self) -> int:
@@ -152,9 +154,15 @@ class LoraArrays:
             module = self.modules[name]
             by_layer.setdefault((module.layer, module.matrix), []).append((module, matrices))
 
-        def array(name: str, decl: ParamDecl, layers: Sequence[int]) -> np.ndarray:
-            each = [self._filled(name, layer, by_layer).reshape(decl.shape) for layer in layers]
-            return np.stack(each) if self.layout == "stacked" else each[0]
+        def array(name: str, decl: ParamDecl, layers: StackLayers) -> np.ndarray:
+            if self.layout == "separate":
+                return self._filled(name, layers[0][0], by_layer).reshape(decl.shape)
+            whole = self._whole(decl, layers)
+            array = np.zeros(whole.shape, self.dtype)
+            for stage, own in enumerate(layers):
+                for place, layer in enumerate(own, stage * most(layers)):
+                    array[place] = self._filled(name, layer, by_layer).reshape(decl.shape)
+            return array
 
         return self._tree(self._one_slot, array)
 
@@ -182,12 +190,12 @@ class LoraArrays:
         out = np.zeros(spread_out.shape, self.dtype)
         boxes = spread_boxes(decl, spread_out)
         tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
-        return out
+        return lora.on_devices(name, out)
 
     @cached_property
     def _declared(self) -> tuple[tuple[dict[str, ParamDecl], dict[str, ParamDecl]], ...]:
-        """The arrays of one adapter in each layer, as one device has them and as `size` devices have them."""
-        whole = Spread(self._one_slot, self.size).whole
+        """The arrays of one adapter in each layer, as one device has them and as those of a mesh have them."""
+        whole = Spread(self._one_slot, self.shape.model).whole
         return tuple(
             ({}, {}) if own.lora is None else (own.lora.declare_one(own.matrices), own.lora.declare_one(wide.matrices))
             for own, wide in zip(self._one_slot.layers, whole.layers, strict=True)
@@ -202,19 +210,18 @@ class LoraArrays:
         )
         return replace(self.spec, layers=tuple(layers))
 
-    def _whole(self, decl: ParamDecl, layers: Sequence[int]) -> ParamDecl:
-        return decl.stacked(len(layers)) if self.layout == "stacked" else decl
+    def _whole(self, decl: ParamDecl, layers: StackLayers) -> ParamDecl:
+        return decl.stacked(len(layers) * most(layers)) if self.layout == "stacked" else decl
 
-    def _tree(self, spec: ModelSpec, array: Callable[[str, ParamDecl, Sequence[int]], Any]) -> Any:
+    def _tree(self, spec: ModelSpec, array: Callable[[str, ParamDecl, StackLayers], Any]) -> Any:
         """Returns `array(name, declaration, layers)` of all arrays of adapters, in the layout of the model's layers."""
 
         def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
             if layers is None or not name.startswith((DOWN, UP)):
                 return None
-            [of_stage] = layers
-            return self.form.wrapped({MATRIX: array(name, decl, of_stage)})
+            return self.form.wrapped({MATRIX: array(name, decl, layers)})
 
-        layers = build(Spread(spec, self.size), self.layout, leaf)["layers"]
+        layers = build(Spread(spec, self.shape.model, self.shape.stages), self.layout, leaf)["layers"]
         return _without_others(layers) if isinstance(layers, dict) else [*map(_without_others, layers)]
 
 

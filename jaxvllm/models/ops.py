@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.forms.form import Activation, Arrays, BoundedSwiglu, ClampedSwiglu, Experts, Form, Gating, Matrix
+from jaxvllm.models.forms.form import (
+    Activation,
+    Arrays,
+    BoundedSwiglu,
+    ClampedSwiglu,
+    Experts,
+    Form,
+    Gating,
+    Matrix,
+    item_of,
+)
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 from jaxvllm.models.token_adapters import TokenAdapters
 
@@ -46,9 +56,9 @@ class InStack:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix to whose products the adapters of tokens add theirs: (x A^T) B^T, see `models.lora`.
+    """A matrix to whose products the adapters of tokens add theirs: (x A^T) B, see `models.lora`.
 
-    One by one, `a` has a matrix [W, in] for each slot, and `b` one [.., W]. Otherwise they are matrices of all slots,
+    One by one, `a` has a matrix [W, in] for each slot, and `b` one [W, ..]. Otherwise they are matrices of all slots,
     [N W, in] and [.., N W].
     """
 
@@ -65,21 +75,40 @@ class Adapted:
         """
         tokens = self.tokens
         if self.one_by_one:
-
-            def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
-                slot = tokens.in_use[number]
-                # All rows are those of this slot.
-                starts = jnp.where(jnp.arange(tokens.num_slots + 1) >= slot, len(x), 0).astype(jnp.int32)
-                h = project_grouped(x, self.a, starts)
-                own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
-                return y + project_grouped(own, self.b, starts).astype(y.dtype)
-
-            return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
+            return self._added_by_slots(x, y)
         h = project(x, self.a)
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
         of_own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
         return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
+
+    def gated(self, x: jax.Array, gating: Gating) -> jax.Array | None:
+        """Returns what `project_gated` says, or None where no kernel does that."""
+        return self._by_kernel(x, project(x, self.matrix, dtype=jnp.float32), gating) if self.one_by_one else None
+
+    def _by_kernel(self, x: jax.Array, y: jax.Array, gating: Gating | None = None) -> jax.Array | None:
+        """Adds what the slots in use add, in one kernel, or returns None where there is none."""
+        if isinstance(self.a, InStack):
+            return None
+        a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
+        (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
+        return form.add_low_rank(y, x, downs, ups, a.index, self.tokens.order, gating)
+
+    def _added_by_slots(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Adds what the slots in use add, in one kernel where there is one, or else one after the other."""
+        tokens = self.tokens
+        if (added := self._by_kernel(x, y)) is not None:
+            return added
+
+        def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
+            slot = tokens.in_use[number]
+            down, up = (_matrix_of(stack, slot - 1) for stack in (self.a, self.b))
+            h = jax.lax.dot_general(x, down, (((1,), (1,)), ((), ())))
+            own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
+            more = jax.lax.dot_general(own, up.reshape(len(up), -1), (((1,), (0,)), ((), ())))
+            return y + more.reshape(y.shape).astype(y.dtype)
+
+        return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
 
 
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
@@ -104,6 +133,8 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
     """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
+    if isinstance(weight, Adapted) and bias is None and (own := weight.gated(x, gating)) is not None:
+        return own
     if isinstance(weight, Slice | InStack | Adapted):
         return gated(project(x, weight, bias), gating)
 
@@ -210,6 +241,20 @@ def rows_of(table: jax.Array | Matrix) -> jax.Array:
     _, [arrays] = _opened([table])
     [rows] = arrays.values()
     return rows
+
+
+def _matrix_of(weight: ExpertsWeight, number: jax.Array) -> jax.Array:
+    """Returns one of several matrices [X, ..], by a number that is known while the step runs."""
+    if isinstance(weight, OneOf):
+        branches = [partial(_matrix_of, matrices, number) for matrices in weight.matrices]
+        one: jax.Array = jax.lax.switch(weight.index, branches) if len(branches) > 1 else branches[0]()
+        return one
+    form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
+    matrices = form.plain(arrays)
+    if not isinstance(weight, InStack):
+        return item_of(matrices, number)
+    # Layers and matrices become one dimension, for which nothing is moved.
+    return item_of(matrices.reshape(-1, *matrices.shape[2:]), weight.index * matrices.shape[1] + number)
 
 
 def _opened(matrices: Sequence[jax.Array | Matrix]) -> tuple[Form, list[Arrays]]:

@@ -33,6 +33,8 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    EmptyAdapters,
+    FillAdapter,
     FillSideRows,
     ForkSlots,
     Forward,
@@ -305,9 +307,19 @@ class Runner(PlanRunner):
         self._params = parked(own, keeps=False) | others
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        if self._leader is None:
+            self._fill_adapter(slot, adapter.arrays)
+        else:
+            self.call(FillAdapter(AdapterFills.packed(adapter.arrays), slot))
+
+    def _fill_adapter(self, slot: int, arrays: Any) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
-        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
-        self._params = self._params | {LORA: filled}
+        self._params = self._params | {LORA: self._adapter_fills.fill(self._params[LORA], slot, arrays)}
+
+    def empty_adapters(self) -> None:
+        """Makes the slots of adapters as new, if there are any. A fill that broke off may have taken them along."""
+        if self._adapter_fills is not None and self.has_weights:
+            self.call(EmptyAdapters())
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -399,6 +411,12 @@ class Runner(PlanRunner):
             case UnparkWeights():
                 if not self.has_weights and not are_dropped(self._params):
                     self._params = restored(self._params)
+            case FillAdapter(packed, slot):
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._fill_adapter(slot, self._adapter_fills.unpacked(packed))
+            case EmptyAdapters():
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._params = self._params | {LORA: self._adapter_fills.empty()}
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()

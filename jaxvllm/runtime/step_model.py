@@ -18,7 +18,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.layer_cache import Kept, LayerCache, TakenIn
 from jaxvllm.runtime.penalties import count_tokens
-from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
+from jaxvllm.runtime.pipeline import NO_PIPELINE, OfTokens, Pipeline
 from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import ADAPTER, DeviceState, Rows, SlotSizes
@@ -134,13 +134,14 @@ def compute(
 
     first = model.first_layer
     told = ChoiceShape.of(model.spec) if model.sampling.tells_experts else None
-    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
-    assert of_tokens is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
+    of_tokens = OfTokens(embeddings, None if adapters is None else adapters[rows.token_rows])
     assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
     def run(
-        part: ModelSpec, x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept
+        part: ModelSpec, x: jax.Array, of_tokens: OfTokens, rows: RaggedRows, kept: Kept
     ) -> tuple[jax.Array, jax.Array, Kept]:
+        slots = of_tokens.adapters
+        own_adapters = None if slots is None else TokenAdapters.of(slots, shard.num_lora_slots, model.backend)
         cache = cache_of(part, rows, kept.pages)
         cache.make_plans()
 
@@ -152,10 +153,10 @@ def compute(
                 kept = kept._replace(choices=told.stored(kept.choices, chosen, number))
             return kept
 
-        ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
+        ways = cache.attend, model.axis, depths, of_tokens.embeddings, cache.recur, rows.is_real(), is_read
         counting = count if model.shape.counts_loads or told is not None else None
         x, states, kept = run_part(
-            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, of_tokens
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, own_adapters
         )
         return x, states, kept._replace(chosen=None)
 
@@ -164,26 +165,27 @@ def compute(
         kept = kept._replace(choices=told.zeros(len(token_ids)))
     x = begin_layers(params, shard, x)
     if model.pipeline.stages.size == 1:
-        x, states, kept = run(shard, x, embeddings, with_tables, kept)
+        x, states, kept = run(shard, x, of_tokens, with_tables, kept)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
 
         def run_stage(
-            part: ModelSpec, embeddings: jax.Array | None, rows: RaggedRows, before: tuple[jax.Array, Kept]
+            part: ModelSpec, of_tokens: OfTokens, rows: RaggedRows, before: tuple[jax.Array, Kept]
         ) -> tuple[jax.Array, Kept]:
             x, kept = before
-            if embeddings is not None:
-                embeddings = jax.lax.dynamic_slice_in_dim(embeddings, first, part.num_layers)
-            x, _, kept = run(part, x, embeddings, rows, kept)
+            if of_tokens.embeddings is not None:
+                own = jax.lax.dynamic_slice_in_dim(of_tokens.embeddings, first, part.num_layers)
+                of_tokens = replace(of_tokens, embeddings=own)
+            x, _, kept = run(part, x, of_tokens, rows, kept)
             return x, kept
 
-        def layers(x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
+        def layers(x: jax.Array, of_tokens: OfTokens, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
             for part, stages in model.parts.items():
-                x, kept = model.pipeline.only_on(stages, partial(run_stage, part, embeddings, rows), (x, kept))
+                x, kept = model.pipeline.only_on(stages, partial(run_stage, part, of_tokens, rows), (x, kept))
             return x, kept
 
         # Drafts of a row that states look ahead at stay together.
-        x, kept = model.pipeline.compute(layers, x, embeddings, with_tables, kept, model.axis, bool(kept.taken))
+        x, kept = model.pipeline.compute(layers, x, of_tokens, with_tables, kept, model.axis, bool(kept.taken))
         states = jnp.zeros((0, *x.shape), x.dtype)
         if kept.loads is not None:
             kept = kept._replace(loads=model.pipeline.stages.sum(kept.loads))

@@ -401,7 +401,9 @@ class EnginePool(EngineClient):
         if is_prefix and self._sent is None:
             self._sent = PrefixIndex(self._known().facts.num_pages)
         page_size = self._known().facts.page_size
-        keys = page_keys(prompt.token_ids, page_size, prompt.cache_salt, prompt.extra_keys) if is_prefix else []
+        adapter = request.lora_request
+        salt = prompt.cache_salt if adapter is None else adapter.routing_salt(prompt.cache_salt)
+        keys = page_keys(prompt.token_ids, page_size, salt, prompt.extra_keys) if is_prefix else []
 
         def num_cached(place: int) -> int:
             return 0 if self._sent is None else page_size * self._sent.num_cached(candidates[place].name, keys)

@@ -1,15 +1,19 @@
 """Adapters in an engine: each request gets the tokens of its merged weights, whoever else is in the step."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxvllm import LLM, LoRARequest
+from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
+from jaxvllm.models.lora import MOST_MASKED
 from tests.conftest import Compilations
+from tests.engine.test_disaggregation import DECODE, PEER
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
 from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
@@ -92,14 +96,79 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     "options",
     [
         {"mesh": "1x2"},
+        {"mesh": "2x1x1"},
         {"attention_backend": "reference"},
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
     ],
-    ids=["mesh", "masked", "drafts"],
+    ids=["mesh", "stages", "masked", "drafts"],
 )
 def test_everywhere(checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]) -> None:
     with tiny_llm(checkpoint, **OPTIONS, **options) as llm:
         assert tokens_of(llm, paths) == expected
+        assert_idle(llm)
+
+
+def test_more_adapters_than_other_devices_multiply_at_once(
+    checkpoint: Path,
+    paths: list[Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    compilations: Callable[[], AbstractContextManager[Compilations]],
+) -> None:
+    num_slots = MOST_MASKED + 4
+    more = [RandomAdapter(FIXTURE, seed, ("q_proj", "up_proj"), size=1) for seed in range(10, 10 + num_slots - 4)]
+    others = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / str(one.seed)))) for one in more]
+    adapters = [*requests_of(paths), *others]
+    prompts = [*PROMPTS, *([PROMPTS[0]] * len(others))]
+    options = OPTIONS | dict(max_loras=num_slots, max_cpu_loras=num_slots, max_num_seqs=32, row_buckets=(32,))
+    with tiny_llm(checkpoint, **options, token_buckets=(64,), max_num_batched_tokens=64, num_pages=256) as llm:
+
+        def tokens(numbers: Iterable[int]) -> list[list[int]]:
+            chosen = [*numbers]
+            outputs = llm.generate(
+                [prompts[one] for one in chosen],
+                GREEDY,
+                use_tqdm=False,
+                lora_request=[adapters[one] for one in chosen],
+            )
+            return [output.outputs[0].token_ids for output in outputs]
+
+        together = tokens(range(len(prompts)))
+        assert together[: len(PROMPTS)] == expected
+        assert len(set(map(tuple, together[len(PROMPTS) :]))) > len(others) // 2
+        with compilations() as seen:
+            for number in (len(PROMPTS), len(prompts) - 1):
+                assert tokens([number]) == [together[number]]
+        assert seen.count == 0, seen.names
+        assert_idle(llm)
+
+
+def test_pages_travel_between_engines_for_one_adapter(
+    checkpoint: Path, paths: list[Path], expected: list[list[int]]
+) -> None:
+    """One engine is both of them here."""
+    number = max(range(len(WHO)), key=lambda at: len(PROMPTS[at]) * (WHO[at] > 0))
+    own = requests_of(paths)[number]
+    other = next(one for one in requests_of(paths) if one not in (own, None))
+
+    def run(params: SamplingParams, adapter: LoRARequest | None, given: Mapping[str, Any]) -> RequestOutput:
+        engine = llm.engine
+        llm.reset_prefix_cache()
+        options: dict[str, Any] = {"lora_request": adapter, "kv_transfer_params": given}
+        engine.submit(engine.check("one", {"prompt_token_ids": PROMPTS[number], "cache_salt": "a"}, params, **options))
+        found: list[RequestOutput] = []
+        while engine.has_work:
+            found = [*found, *engine.step()]
+        return found[-1]
+
+    with tiny_llm(checkpoint, **OPTIONS, kv_transfer_config=json.dumps(PEER)) as llm:
+        whole = (len(PROMPTS[number]) - 1) // llm.config.page_size * llm.config.page_size
+        for adapter, num_cached in ((other, 0), (None, 0), (own, whole)):
+            ticket = run(replace(GREEDY, max_tokens=1), own, DECODE).kv_transfer_params
+            assert ticket is not None
+            output = run(GREEDY, adapter, ticket)
+            assert output.num_cached_tokens == num_cached
+            assert (output.outputs[0].token_ids == expected[number]) == (adapter == own)
         assert_idle(llm)
 
 
@@ -154,8 +223,7 @@ def test_configs(checkpoint: Path) -> None:
     for options, error, message in (
         ({"max_lora_rank": 7}, ValueError, "max_lora_rank must be one of"),
         ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1}, ValueError, "at least max_loras"),
-        ({"enable_lora": True, "mesh": "2x1x1"}, NotImplementedError, "stages"),
-        ({"enable_lora": True, "kv_transfer_config": '{"kv_connector": "host"}'}, NotImplementedError, "kv_transfer"),
+        ({"enable_lora": True, "mesh": "2x1", "enable_expert_parallel": True}, NotImplementedError, "share experts"),
     ):
         with pytest.raises(error, match=message):
             LLM(model=str(checkpoint), **options)
@@ -178,3 +246,24 @@ def test_adapters_that_sleep_come_back_with_new_weights(
     llm.update_weights(FIXTURE.weights())
     assert llm.wake_up(["kv_cache"])
     assert tokens_of(llm, paths) == expected
+
+
+def test_slots_that_a_broken_fill_has_taken_along_are_made_anew(
+    llm: LLM, paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fills = llm.engine.holders[0]._adapter_fills
+    assert fills is not None
+    whole = fills._program
+
+    def broken(*arguments: Any) -> None:
+        whole(*arguments)  # which donates the slots
+        raise RuntimeError("the device failed")
+
+    assert tokens_of(llm, paths) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(fills, "_program", broken)
+        fresh = LoRARequest("fresh", 60, str(replace(ADAPTERS[0], seed=60).write(paths[0].parent / "fresh")))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=fresh)
+    assert tokens_of(llm, paths) == expected
+    assert_idle(llm)

@@ -1,10 +1,12 @@
 """The fixtures of tools/make_fixtures.py: tiny models of each family and what transformers makes of them."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chex
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -47,3 +49,14 @@ class Fixture:
         (directory / "config.json").write_text(json.dumps(self.config))
         save_file(self.weights(), directory / "model.safetensors")
         return directory
+
+    def check(self, run: Callable[[np.ndarray], Any], vocab_size: int) -> None:
+        """Compares `run`, which returns the logits [T, V or more] of tokens i32[T], with what is expected."""
+        for prompt, greedy, expected in zip(self.prompts, self.greedy, self.logits, strict=True):
+            # Padded to one length, so that `run` compiles once: what comes after cannot change what was.
+            padded = np.zeros(self.max_model_len, np.int32)
+            padded[: len(prompt) + len(greedy)] = prompt + greedy
+            logits = np.asarray(run(padded))[len(prompt) - 1 :, :vocab_size][: len(greedy)]
+            chex.assert_trees_all_close(logits[0], expected, atol=1e-4, rtol=0)
+            # Fed with the expected tokens at once: each must be the best after those before it.
+            assert logits.argmax(-1).tolist() == greedy

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxvllm.models.params import Layout
 from pallas_kernels.backend import REFERENCE
 from tests.models.dense import dense_logits
 from tests.models.fixture import NAMES, Fixture
+from tests.models.spec_parts import ON_ONE_DEVICE
 from tests.quick import quick_emitters
 
 FAMILIES = (
@@ -133,22 +135,15 @@ def test_every_family_has_a_fixture() -> None:
     assert {name.split("-")[0] for name in NAMES} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The others are computed over four devices, with stacked layers, in test_families_sharded.
+@pytest.mark.parametrize("name", sorted({*ON_ONE_DEVICE, *WITH_TURNED}))
 def test_logits_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
-    # Stacked layers are compared over four devices, in test_families_sharded.
     for forms in (PLAIN_FORMS, *([TURNED] if name in WITH_TURNED else [])):
         params, spec = load(fixture, tmp_path / "model", "separate", forms)
-        # Padded to one length, so that each form compiles once: what comes after cannot change what was.
         run = jax.jit(lambda params, tokens, spec=spec: dense_logits(params, spec, tokens))
         with quick_emitters(spec):
-            for prompt, greedy, expected in zip(fixture.prompts, fixture.greedy, fixture.logits, strict=True):
-                padded = np.zeros(fixture.max_model_len, np.int32)
-                padded[: len(prompt) + len(greedy)] = prompt + greedy
-                logits = np.asarray(run(params, padded))[len(prompt) - 1 :][: len(greedy)]
-                chex.assert_trees_all_close(logits[0], expected, atol=1e-4, rtol=0)
-                # Fed with the expected tokens at once: each must be the best after those before it.
-                assert logits.argmax(-1).tolist() == greedy
+            fixture.check(partial(run, params), spec.vocab_size)
 
 
 def test_turning_round_takes_every_matrix_and_nothing_else(tmp_path: Path) -> None:
@@ -177,11 +172,9 @@ def test_gemma3_inside_the_multimodal_checkpoint(prefix: str, tmp_path: Path) ->
     weights["vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(weights, tmp_path / "model.safetensors")
-    spec = model_spec(config, plain.max_model_len)
-    assert spec == model_spec(plain.config, plain.max_model_len)
-    params = checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate")
-    logits = dense_logits(params, spec, plain.prompts[2])[-1]
-    chex.assert_trees_all_close(np.asarray(logits), plain.logits[2], atol=1e-4, rtol=0)
+    expected, spec = load(plain, tmp_path / "plain", "separate")
+    assert spec == model_spec(config, plain.max_model_len)
+    chex.assert_trees_all_equal(checkpoint.load(tmp_path, spec, dtype=jnp.float32, layout="separate"), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,13 @@
 """Every kind of layer computes on a mesh what transformers computes on one device, whatever divides or does not."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from jaxvllm.models import checkpoint
-from jaxvllm.models.block import Block
 from jaxvllm.models.experts import by_expert
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout
@@ -24,54 +17,12 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from sharding.rules import MODEL
 from tests.models.dense import dense_logits
-from tests.models.fixture import FIXTURES, NAMES, Fixture
+from tests.models.fixture import Fixture
+from tests.models.spec_parts import ON_FOUR_DEVICES
 from tests.quick import quick_emitters
 
 # A model whose heads are normed together, one with windows and two ropes, one whose checkpoint fuses q, k and v.
 FEW = ("gemma3", "olmo2", "phi3")
-
-# What a layer computes and adds up, and in which order.
-SUMMED = ("attention", "ffn", "placement", "beside", "late")
-
-
-def parts_of(value: Any) -> set[Any]:
-    """The parts of a spec, such as the attention of a layer, each with its options but without its sizes.
-
-    A layer adds up what its attention and its FFN have computed. Its other options divide nothing: each counts alone.
-    """
-    if isinstance(value, tuple | list):
-        return set().union(*map(parts_of, value))
-    if not is_dataclass(value):
-        return set()
-    held = {field.name: getattr(value, field.name) for field in fields(value)}
-    options = [(name, option(one)) for name, one in held.items()]
-    together = [one for one in options if not isinstance(value, Block) or one[0] in SUMMED]
-    alone = {(type(value).__name__, one) for one in options if one not in together}
-    return {(type(value).__name__, *together)} | alone | parts_of(tuple(held.values()))
-
-
-def option(value: Any) -> Any:
-    """What a part says of one of its own parts, of a number, or of a text. A single head divides as no others do."""
-    if is_dataclass(value) or isinstance(value, tuple | list | dict):
-        return type(value).__name__
-    return value if isinstance(value, bool | str) or value in (None, 1) else "a number"
-
-
-def different(names: Sequence[str]) -> list[str]:
-    """The names of families that have every part of all: three fifths of them.
-
-    The arrays of every family are spread in test_sharded_loading.py, and every family computes in test_families.py.
-    """
-    parts = {}
-    for name in names:
-        config = json.loads((FIXTURES / name / "config.json").read_text())
-        parts[name] = parts_of(model_spec(config))
-    chosen: list[str] = []
-    left = set().union(*parts.values())
-    while left:
-        chosen.append(max(names, key=lambda name: len(parts[name] & left)))
-        left -= parts[chosen[-1]]
-    return sorted(chosen)
 
 
 def check(name: str, size: int, layout: Layout, directory: Path, *, is_by_expert: bool = False) -> None:
@@ -92,11 +43,7 @@ def check_fixture(fixture: Fixture, size: int, layout: Layout, directory: Path, 
     )
     run = jax.jit(run)
     with quick_emitters(spec):
-        for prompt, expected in zip(fixture.prompts, fixture.logits, strict=True):
-            padded = np.zeros(fixture.max_model_len, np.int32)
-            padded[: len(prompt)] = prompt
-            logits = np.asarray(run(params, padded))[len(prompt) - 1, : spec.vocab_size]
-            chex.assert_trees_all_close(logits, expected, atol=1e-4, rtol=0)
+        fixture.check(lambda tokens: run(params, tokens), spec.vocab_size)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -104,7 +51,7 @@ def test_separate_over_two_devices(name: str, tmp_path: Path) -> None:
     check(name, 2, "separate", tmp_path)
 
 
-@pytest.mark.parametrize("name", different(NAMES))
+@pytest.mark.parametrize("name", ON_FOUR_DEVICES)
 def test_stacked_over_four_devices(name: str, tmp_path: Path) -> None:
     # On one device each layer has its own arrays: test_families.
     check(name, 4, "stacked", tmp_path)

@@ -16,7 +16,7 @@ from jaxvllm.models.decoder import begin_layers, embed_tokens, end_layers, final
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
-from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora import LORA, MOST_MASKED
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.peft import PeftAdapter
@@ -26,6 +26,7 @@ from jaxvllm.runtime.adapter_fills import fill_adapter
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from sharding.axis import ALONE
+from sharding.mesh import MeshShape
 from sharding.placement import mesh_of
 from tests.models.adapters import RandomAdapter
 from tests.models.dense import dense_attend, dense_cache, dense_logits, dense_recur
@@ -37,9 +38,9 @@ FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "qwen3_5", "deepseek_v3")
 RANK, NUM_SLOTS = 8, 3
 
 
-def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS) -> LoraArrays:
+def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS, num_slots: int = NUM_SLOTS) -> LoraArrays:
     spec, family = model_spec(fixture.config, fixture.max_model_len), find_family(fixture.config)
-    return LoraArrays.of(spec, family, 1, layout, "float32", forms, num_slots=NUM_SLOTS, rank=RANK)
+    return LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=num_slots, rank=RANK)
 
 
 def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
@@ -54,7 +55,7 @@ def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAd
 def adapted_logits(params: Params, spec: ModelSpec, tokens: list[int], slots: list[int]) -> jax.Array:
     """f32[T, V] for a sequence whose tokens have the adapters in `slots`."""
     ids, positions = jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens), dtype=jnp.int32)
-    of_tokens = TokenAdapters.of(jnp.asarray(slots, jnp.int32), NUM_SLOTS)
+    of_tokens = TokenAdapters.of(jnp.asarray(slots, jnp.int32), spec.num_lora_slots)
     x = begin_layers(params, spec, embed_tokens(params, spec, ids, positions))
     ways: Any = (ALONE, (), None, dense_recur, None, None, None, REFERENCE, of_tokens)
     x, _, _ = run_part(params, spec, x, positions, dense_cache(spec, len(tokens)), dense_attend, *ways)
@@ -70,18 +71,21 @@ def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAda
     ("name", "way"),
     [
         *((name, "masked") for name in FAMILIES),
-        ("llama", "one by one"),
+        ("llama", "kernel"),
         ("llama", "stacked"),
         ("deepseek_v3", "stacked"),
+        ("llama", "many slots"),
+        ("llama", "many slots, stacked"),
     ],
 )
 def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
-    layout: Layout = "stacked" if way == "stacked" else "separate"
-    chip = host_chip()
-    forms = Forms(adapters=CpuKernel(chip)) if way == "one by one" and chip is not None else PLAIN_FORMS
-    arrays = arrays_of(fixture, layout, forms)
-    assert any(layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
+    layout: Layout = "stacked" if "stacked" in way else "separate"
+    has_many = "many slots" in way
+    forms = Forms(adapters=CpuKernel(host_chip())) if way == "kernel" else PLAIN_FORMS
+    arrays = arrays_of(fixture, layout, forms, MOST_MASKED + 1 if has_many else NUM_SLOTS)
+    one_by_one = has_many or way == "kernel"
+    assert {layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora} == {one_by_one}
     adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True})
     other = RandomAdapter(fixture, seed=4, rank=2)
     both = {2: read(adapter, tmp_path / "a", arrays), 3: read(other, tmp_path / "b", arrays)}

@@ -102,7 +102,8 @@ def reference(weights: Mapping[str, np.ndarray], tokens: list[int]) -> np.ndarra
 
 def fixture() -> Fixture:
     one = Fixture("step3", CONFIG, 32, PROMPTS, [], np.zeros(0), shapes(), seed=4, norm_offset=0.0)
-    return replace(one, logits=np.stack([reference(one.weights(), prompt)[-1] for prompt in PROMPTS]))
+    logits = np.stack([reference(one.weights(), prompt)[-1] for prompt in PROMPTS])
+    return replace(one, logits=logits, greedy=logits.argmax(-1, keepdims=True).tolist())
 
 
 @pytest.mark.parametrize("size", [1, 4])

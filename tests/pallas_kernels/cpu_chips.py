@@ -1,5 +1,6 @@
 """This machine's CPU, the same with narrower vectors, which it computes in parts of its registers, and with AMX."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pallas_kernels.chips import CpuChip
@@ -25,3 +26,17 @@ SAPPHIRE_RAPIDS = CpuChip(
     triple="x86_64-unknown-linux-gnu",
     features="+avx,+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512bf16,+avx512vnni,+amx-tile,+amx-bf16,+amx-int8",
 )
+
+
+def in_pairs[Case, Way](
+    cases: Sequence[Case], ways: Sequence[Way], dtypes: Sequence[str] = ("float32", "bfloat16")
+) -> list[tuple[Case, str, Way]]:
+    """Returns every pair of a case, a way to compute it and a dtype. Each case has all ways, and these dtypes by turns.
+
+    A kernel takes shapes, widths of vectors and dtypes apart, so that half of all triples show what all of them do.
+    """
+    return [
+        (case, dtypes[(number + at) % len(dtypes)], way)
+        for number, case in enumerate(cases)
+        for at, way in enumerate(ways)
+    ]

@@ -10,11 +10,11 @@ import pytest
 
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul, over_groups
 from pallas_kernels.grouped_matmul.cases import CASES, GroupedCase
-from tests.pallas_kernels.cpu_chips import CPU_CHIPS
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS, in_pairs
 
 LANES = sorted(CPU_CHIPS)
 TOLERANCES = {"float32": 2e-6, "bfloat16": 0.004, "float16": 0.0005}
-WAYS = ["xla", *LANES]
+WAYS: list[int | str] = ["xla", *LANES]
 
 
 @cache
@@ -47,9 +47,7 @@ def assert_near(result: Any, expected: np.ndarray, dtype: str, products: int = 1
     assert np.abs((got - expected) / largest).max(initial=0) < products * TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype", "way"), in_pairs(CASES, WAYS), ids=str)
 def test_equals_float64(case: GroupedCase, dtype: str, way: int | str) -> None:
     x, w = operands(case, dtype, extra=3)
     result = product(way)(x, [w], 0, jnp.asarray(case.starts), None)

@@ -13,7 +13,7 @@ from pallas_kernels.packed_matmul import Panels, packed_matmul
 from pallas_kernels.packed_matmul.cases import CASES, PackedCase
 from pallas_kernels.packed_matmul.kernel import ROWS
 from pallas_kernels.small_matmul import Gate
-from tests.pallas_kernels.cpu_chips import CPU_CHIPS
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS, in_pairs
 
 LANES = sorted(CPU_CHIPS)
 WIDEST = LANES[-1]
@@ -64,9 +64,7 @@ def bits(result: Any) -> Any:
     return np.asarray(result.astype(jnp.float32)).view(np.int32)
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype", "lanes"), in_pairs(CASES, LANES), ids=str)
 def test_equals_float64(case: PackedCase, dtype: str, lanes: int) -> None:
     x, w = operands(case.num_rows, case.parts, case.size_out, case.size_in, dtype=dtype)
     result = product(lanes, case.size_out)(x, w)
@@ -119,10 +117,8 @@ def test_nan_stays_in_its_row_and_in_its_column() -> None:
         np.testing.assert_array_equal(bits(result)[~sick], clean[~sick])
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize(("rows", "dtype", "lanes"), in_pairs([1, 7, 100], LANES))
 def test_gated_products_equal_float64(rows: int, gate: Gate, dtype: str, lanes: int) -> None:
     x, w = operands(rows, 2, 70, 85, dtype=dtype)
     call = product(lanes, 70, gate=gate)

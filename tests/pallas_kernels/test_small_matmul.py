@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pallas_kernels.small_matmul import Gate, small_gated_matmul, small_matmul
 from pallas_kernels.small_matmul.cases import CASES, MatmulCase
-from tests.pallas_kernels.cpu_chips import CPU_CHIPS
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS, in_pairs
 
 LANES = sorted(CPU_CHIPS)
 # Of a result, relative to the largest of its row. Errors measured: 4e-7, and 0.002 where it is rounded to 8 bits.
@@ -35,9 +35,7 @@ def error(result: Any, x: jax.Array, w: jax.Array) -> float:
     return float(np.nan_to_num(difference.max(), nan=np.inf))
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype", "lanes"), in_pairs(CASES, LANES), ids=str)
 def test_equals_float64(case: MatmulCase, dtype: str, lanes: int) -> None:
     x, w = operands(case, dtype)
     result = product(lanes)(x, w)
@@ -98,10 +96,8 @@ GATES: dict[Gate, Any] = {
 }
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 70])
+@pytest.mark.parametrize(("rows", "dtype", "lanes"), in_pairs([1, 2, 3, 7, 70], LANES))
 def test_gated_products_equal_float64(rows: int, gate: Gate, dtype: str, lanes: int) -> None:
     x, w = operands(MatmulCase("", rows, 84, 2 * 37), dtype)
     result = gated_product(lanes, gate)(x, w.reshape(2, 37, 84))
@@ -136,9 +132,9 @@ def rounded(w: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return values.astype(jnp.int8), scales, values * scales[..., None]
 
 
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.num_rows in (1, 3, 33)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "lanes"), in_pairs([case for case in CASES if case.num_rows in (1, 3, 33)], LANES), ids=str
+)
 def test_int8_equals_float64(case: MatmulCase, dtype: str, lanes: int) -> None:
     x, w = operands(case, dtype)
     values, scales, exact = rounded(w)

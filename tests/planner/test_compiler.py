@@ -12,21 +12,24 @@ from jaxvllm.planner import compile_worker
 from jaxvllm.planner.compiler import Findings, Refusal, compile_in_child, from_json, to_json
 from jaxvllm.planner.hlo import UnreadableHlo
 from tests.planner.deployments import TINY, deployment
+from tests.quick import QUICKLY
+
+ROOT = Path(__file__).parents[2]
 
 type MakePython = Callable[[str], None]
 
 
+def in_place_of_python(program: str, directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Puts a program in the place of the interpreter that compiles."""
+    path = directory / "python"
+    path.write_text(f"#!{sys.executable}\nimport os, sys\n{program}\n")
+    path.chmod(0o755)
+    patch.setattr(sys, "executable", str(path))
+
+
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakePython:
-    """Puts a program in the place of the interpreter that compiles."""
-
-    def make(program: str) -> None:
-        path = tmp_path / "python"
-        path.write_text(f"#!{sys.executable}\nimport os, sys\n{program}\n")
-        path.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(path))
-
-    return make
+    return lambda program: in_place_of_python(program, tmp_path, monkeypatch)
 
 
 def test_a_fatal_error_is_a_message(python):
@@ -57,9 +60,13 @@ def test_the_job_and_its_devices_reach_the_process(python):
 
 
 @pytest.fixture(scope="module")
-def findings() -> Findings:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     # 7 query heads over 1 KV head, on two devices.
-    found = compile_in_child(deployment(TINY, "cpu", mesh="1x2", max_num_seqs=4, max_num_batched_tokens=16))
+    planned = deployment(TINY, "cpu", mesh="1x2", max_num_seqs=4, max_num_batched_tokens=16)
+    program = f"sys.path.insert(0, {str(ROOT)!r})\n{QUICKLY}\nfrom jaxvllm.planner.compile_worker import main\nmain()"
+    with pytest.MonkeyPatch.context() as patch:
+        in_place_of_python(program, tmp_path_factory.mktemp("quickly"), patch)
+        found = compile_in_child(planned)
     assert isinstance(found, Findings), found
     return found
 

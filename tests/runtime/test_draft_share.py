@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
 from jaxvllm.runtime.slot_fields import ACCEPTANCE
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 MOST = 3
 ROWS = st.tuples(st.integers(0, MOST), st.sampled_from([0.05, 0.1, 0.2, 0.5, 0.7, 0.9, 0.95]))
 

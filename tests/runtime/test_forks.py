@@ -12,6 +12,8 @@ from jaxvllm.runtime.forks import FORK_BATCH, fork_slots, pack_forks
 from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import SLOT_FIELDS
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SIZES = SlotSizes(num_slots=6, max_pages=4, page_size=2, vocab_size=40, windows=(None, 3))
 jitted = jax.jit(partial(fork_slots, sizes=SIZES))
 

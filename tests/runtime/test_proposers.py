@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from jaxvllm.runtime.proposers.ngram import NgramProposer
 from jaxvllm.runtime.slot_fields import HISTORY
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 WIDTH = 24  # tokens that a slot has room for
 # Each is a compilation.
 PROPOSERS = [(NgramProposer(1, 1), 3), (NgramProposer(1, 4), 5), (NgramProposer(2, 3), 1), (NgramProposer(3, 5), 15)]

@@ -32,6 +32,7 @@ def jitted_logprobs(logits: jax.Array, token_ids: jax.Array, params: Rows) -> De
 
 
 ROWS, VOCAB = 6, 40
+MANY = 512  # rows of one call, where it takes many to see what may come and how often
 # Sums of probabilities within this of top_p, and logits of min_p's floor, may fall on either side.
 ROUNDING = 1e-5
 
@@ -326,11 +327,10 @@ def test_everything_together_is_what_the_oracle_does(rows: list[Row], logits_see
     ids=str,
 )
 def test_which_tokens_can_come(row: Row, expected: set[int]) -> None:
-    # Token 6 is impossible whatever is asked.
-    logits = np.log(np.asarray([0.4, 0.2, 0.2, 0.1, 0.06, 0.04, 0.0], np.float32), where=np.arange(7) < 6,
-                    out=np.full(7, -np.inf, np.float32))  # fmt: skip
-    count = 512
-    tokens = jitted_sample(np.tile(logits, (count, 1)), state_of([row] * count), np.arange(count, dtype=np.int32))
+    # Tokens 6 and 7 are impossible whatever is asked.
+    logits = np.log(np.asarray([0.4, 0.2, 0.2, 0.1, 0.06, 0.04, 0.0, 0.0], np.float32), where=np.arange(8) < 6,
+                    out=np.full(8, -np.inf, np.float32))  # fmt: skip
+    tokens = jitted_sample(np.tile(logits, (MANY, 1)), state_of([row] * MANY), np.arange(MANY, dtype=np.int32))
     assert set(np.asarray(tokens).tolist()) == expected
 
 
@@ -339,10 +339,15 @@ def test_frequencies_are_the_probabilities() -> None:
     logits = np.asarray([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, -9.0], np.float32)
     rows = [Row(temperature=temperature, top_k=7)] * count
     expected = count * softmax(np.where(np.arange(8) < 7, logits / temperature, -np.inf))
-    run = np.tile(logits, (count, 1))
-    over_positions = np.asarray(jitted_sample(run, state_of(rows), np.arange(count, dtype=np.int32)))
+
+    def drawn(rows: list[Row], positions: np.ndarray) -> np.ndarray:
+        parts = [slice(first, first + MANY) for first in range(0, count, MANY)]
+        run = np.tile(logits, (MANY, 1))
+        return np.concatenate([jitted_sample(run, state_of(rows[part]), positions[part]) for part in parts])
+
+    over_positions = drawn(rows, np.arange(count, dtype=np.int32))
     seeds = [Row(temperature=temperature, top_k=7, seed=(number, 0)) for number in range(count)]
-    over_seeds = np.asarray(jitted_sample(run, state_of(seeds), np.zeros(count, np.int32)))
+    over_seeds = drawn(seeds, np.zeros(count, np.int32))
     for tokens in (over_positions, over_seeds):
         counts = np.bincount(tokens, minlength=8)
         assert counts[7] == 0
@@ -360,21 +365,22 @@ def test_a_seeded_row_draws_the_same_whatever_it_is_batched_with() -> None:
     mine = Row(temperature=0.9, top_p=0.95, seed=(11, 12))
     company = [Row(temperature=0.0), Row(top_k=3, seed=(1, 1)), Row(min_p=0.1, seed=(2, 2)), Row(seed=(3, 3))]
 
-    def tokens(place: int, size: int) -> list[int]:
-        rows = [company[index % 4] for index in range(size)]
+    def tokens(place: int) -> list[int]:
+        rows = [company[(index + place) % 4] for index in range(ROWS)]
         rows[place] = mine
         drawn = []
         for position, row_logits in enumerate(logits):
-            batch = rng.normal(size=(size, VOCAB)).astype(np.float32)
+            batch = rng.normal(size=(ROWS, VOCAB)).astype(np.float32)
             batch[place] = row_logits
-            positions = rng.integers(0, 999, size).astype(np.int32)
+            positions = rng.integers(0, 999, ROWS).astype(np.int32)
             positions[place] = position
             drawn.append(int(jitted_sample(batch, state_of(rows), positions)[place]))
         return drawn
 
-    alone = tokens(0, 1)
-    assert len(set(alone)) > 5
-    assert alone == tokens(0, 3) == tokens(2, 3) == tokens(6, 7)
+    first = tokens(0)
+    assert len(set(first)) > 5
+    # How many rows there are changes nothing either: test_sharded_sampler has one row alone and among others.
+    assert first == tokens(0) == tokens(2) == tokens(ROWS - 1)
 
 
 def test_a_plain_sampler_draws_the_same_where_no_row_has_rules() -> None:

@@ -58,10 +58,11 @@ def both(logits: jax.Array, params: Any, positions: jax.Array, vocab_size: int, 
 
 
 @cache
-def programs(vocab_size: int, size: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What samples on one device, and on a mesh: compiled once for each number of rows."""
-    alone = jax.jit(partial(both, vocab_size=vocab_size, axis=ALONE))
-    return alone, on_mesh(partial(both, vocab_size=vocab_size, axis=ModelAxis(size)), size, 2)
+def program(vocab_size: int, size: int) -> Callable[..., Any]:
+    """What samples on so many devices: compiled once for each number of rows."""
+    if size == 1:
+        return jax.jit(partial(both, vocab_size=vocab_size, axis=ALONE))
+    return on_mesh(partial(both, vocab_size=vocab_size, axis=ModelAxis(size)), size, 2)
 
 
 # As many greedy rows as there are of all kinds, so that they run in the same program; no mesh divides 15 rows, or one.
@@ -71,7 +72,7 @@ def programs(vocab_size: int, size: int) -> tuple[Callable[..., Any], Callable[.
         pytest.param(
             vocab_size, size, rows, id=f"{vocab_size}-{size}-{name}", marks=[] if size == 2 else pytest.mark.slow
         )
-        for vocab_size, size in ((50, 8), (64, 2), (3, 4))
+        for vocab_size, size in ((50, 8), (50, 2), (3, 4))
         for name, rows in {"mixed": ROWS, "one": ROWS[:1], "greedy": [Row(temperature=0.0)] * len(ROWS)}.items()
         if size == 8 or name != "one"
     ],
@@ -83,8 +84,8 @@ def test_as_on_one_device(vocab_size: int, size: int, rows: list[Row]) -> None:
     padded = np.pad(logits, ((0, 0), (0, -vocab_size % size)), constant_values=PADDING)
     params, positions = state_of(rows), np.arange(len(rows), dtype=np.int32)
 
-    alone, spread = programs(vocab_size, size)
-    expected, got = alone(logits, params, positions), spread(padded, params, positions)
+    expected = program(vocab_size, 1)(logits, params, positions)
+    got = program(vocab_size, size)(padded, params, positions)
     chex.assert_trees_all_equal(got, expected)
     assert np.asarray(expected[0])[0] <= 1
 
@@ -104,7 +105,7 @@ def test_in_blocks_as_all_at_once() -> None:
     def by_fours(logits: jax.Array, params: Rows, positions: jax.Array) -> Any:
         return by_blocks(partial(both, vocab_size=vocab_size, axis=ModelAxis(size)), logits, params, positions, 4)
 
-    tokens, best = programs(vocab_size, size)[1](padded, params, positions)
+    tokens, best = program(vocab_size, size)(padded, params, positions)
     in_blocks, best_in_blocks = on_mesh(by_fours, size, 2)(padded, params, positions)
     np.testing.assert_array_equal(in_blocks, tokens)
     wanted = np.array([row.num_logprobs >= 0 for row in ROWS])

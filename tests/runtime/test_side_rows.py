@@ -24,6 +24,8 @@ from sharding.placement import mesh_of
 from tests.models.fixture import Fixture
 from tests.runtime.test_step_memory import SHAPE
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 STORE = SideShape(num_rows=600, hidden_size=5, dtype=jnp.dtype(jnp.bfloat16))
 
 

@@ -34,6 +34,8 @@ from jaxvllm.runtime.state import (
     state_bytes,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 NUM_SLOTS, MAX_PAGES = 12, 5
 SIZES = SlotSizes(NUM_SLOTS, MAX_PAGES, page_size=1024, vocab_size=70, windows=(None, 5))
 jitted_admit = jax.jit(partial(admit, sizes=SIZES))

@@ -14,6 +14,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
 from sharding.rules import MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 SIZE = 4
 
 

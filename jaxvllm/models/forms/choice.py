@@ -71,9 +71,9 @@ class FewBitsForms:
 
     @property
     def _gpu(self) -> GpuChip | None:
-        """The GPU whose kernels multiply. Those without a copy engine have none for matrices in few bits."""
+        """The GPU whose kernels multiply."""
         chip = self.backend.chip
-        return chip if isinstance(chip, GpuChip) and chip.has_copy_engine else None
+        return chip if isinstance(chip, GpuChip) else None
 
     def of(self, stored: StoredAs, group: int | None, of_experts: bool = False) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none.
@@ -92,7 +92,8 @@ class FewBitsForms:
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if self._gpu is not None and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
-            may_round = not of_experts and takes_tokens(stored.code, group)
+            # Before Hopper, codes are multiplied by tokens as they are.
+            may_round = not of_experts and self._gpu.has_copy_engine and takes_tokens(stored.code, group)
             return GpuGroups(
                 stored.code,
                 group,

@@ -76,7 +76,7 @@ class AttentionBuild:
     def layout(self) -> Any:
         """The layout of a tile of products in the registers of a warpgroup, which has 16 rows in each of its warps.
 
-        Of 16 rows a warp has every fourth group of eight columns, and of 32 rows every second.
+        In a tile of 16 rows each warp has every fourth group of eight columns, and in one of 32 rows every second.
         """
         if self.rows == TILE:
             return plgpu.Layout.WGMMA

@@ -1,4 +1,4 @@
-"""How blocks of KV come to shared memory while earlier ones are computed: each generation of GPUs copies in its way.
+"""Copies blocks of KV to shared memory while earlier ones are computed, for each generation of GPUs in its way.
 
 tma       (compute capability 9.0 and later)  an engine copies, and arrives at a barrier
 cp.async  (8.0 to 8.9)                        each thread copies 16 bytes at a time, and waits for its own copies

@@ -1,8 +1,8 @@
 """Ragged paged attention for NVIDIA GPUs without Hopper's matrix units: Ampere, Ada, and the Blackwell of desks.
 
 The plans, the masks and the softmax are those of the kernels for Hopper (`gpu`). What differs is who does the work: one
-warpgroup fetches its blocks of KV itself and multiplies from registers (mma.sync), and hides what it waits for behind
-another one on the same multiprocessor. Rows with few queries split their KV (`gpu_mma.decode`), and rows with many are
+warpgroup fetches its blocks of KV itself and multiplies from registers (mma.sync), and while it waits, another one on
+the same multiprocessor computes. Rows with few queries split their KV (`gpu_mma.decode`), and rows with many are
 computed in tiles of queries (`gpu_mma.prefill`).
 """
 

@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxvllm import LLM
+from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.runtime.multihost import hosts_program
@@ -76,25 +77,37 @@ def alone() -> list[list[list[int]]]:
         return hosts_program.complete(llm)
 
 
+# The leader is the victim where each process has all layers, and the follower where each has a stage.
 @pytest.mark.slow  # two processes start jax and compile
-@pytest.mark.parametrize("scenario", ["complete", "complete in stages"])
-def test_two_processes_complete_as_one(scenario: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scenario", "victim"), [("complete", 0), ("complete in stages", 1)])
+def test_two_processes_complete_as_one_and_when_one_is_killed_the_other_ends(
+    scenario: str, victim: int, tmp_path: Path
+) -> None:
     tensors = load_file(hosts_program.DEMO / "model.safetensors")
     tensors["model.norm.weight"] = -tensors["model.norm.weight"]  # the least likely tokens are the most likely
     save_file(tensors, tmp_path / "model.safetensors")
     with two_processes(scenario, "demo", str(tmp_path)) as both:
         expected = alone()
-        leads, follows = both.wait()
-    assert leads[0] == 0, leads[2]
-    assert follows[0] == 0, follows[2]
-    completed, broken_off, said, troubles = json.loads(leads[1].splitlines()[-1])
+        output = both.processes[0].stdout
+        assert output is not None
+        found = next((line for line in output if line.startswith("[[")), "")  # gloo writes there, too
+        is_alive = any("alive" in line for line in output)
+        both.processes[victim].kill()
+        start = time.monotonic()
+        ends = both.wait()
+        assert time.monotonic() - start < HEARTBEAT_SECONDS
+    assert is_alive, ends[0][2]
+    code, _, text = ends[1 - victim]
+    assert code not in (0, -signal.SIGKILL)
+    assert f"process {victim} of 2 has ended" in text
+    completed, broken_off, said, troubles = json.loads(found)
     assert completed == expected
     assert len(expected) == len(hosts_program.REQUESTS) + 1  # one was aborted
     assert broken_off > 0
     assert [said[0], said[1], said[3]] == [expected[:1]] * 3 and said[2] != expected[:1]
     assert "process 0 of 2" in troubles[0] and "nowhere" in troubles[0]
     assert "replaced by those of a directory" in troubles[1]
-    assert "process 1 of 2 follows process 0" in follows[2]
+    assert "process 1 of 2 follows process 0" in ends[1][2]
 
 
 @pytest.mark.slow  # two processes start jax and compile
@@ -115,19 +128,22 @@ def test_replicas_in_two_processes_share_experts_that_move(tmp_path: Path) -> No
         assert one == other, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1], ids=["the leader", "the follower"])
-def test_when_one_is_killed_the_other_ends(victim: int) -> None:
-    with two_processes("endless") as both:
-        output = both.processes[0].stdout
-        assert output is not None
-        assert any("alive" in line for line in output)  # gloo writes there, too
-        both.processes[victim].kill()
-        start = time.monotonic()
-        code, _, text = both.wait()[1 - victim]
-        assert time.monotonic() - start < HEARTBEAT_SECONDS
-        assert code not in (0, -signal.SIGKILL)
-        assert f"process {victim} of 2 has ended" in text
+@pytest.mark.slow  # two processes start jax and compile
+def test_an_adapter_comes_to_the_devices_of_both_processes(tmp_path: Path) -> None:
+    fixture = Fixture.load(hosts_program.ADAPTED)
+    model = fixture.write_checkpoint(tmp_path / "model")
+    adapter = RandomAdapter(fixture, seed=1).write(tmp_path / "adapter")
+    with two_processes("adapt", str(model), str(adapter)) as both:
+        with (
+            quick_engines(),
+            LLM(**hosts_program.options("1x1", model=str(model)), **hosts_program.ADAPTER_ROOM) as llm,
+        ):
+            expected = hosts_program.adapted(llm, str(adapter))
+        leads, follows = both.wait()
+    assert leads[0] == 0, leads[2]
+    assert follows[0] == 0, follows[2]
+    assert json.loads(leads[1].splitlines()[-1]) == expected
+    assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize(
