@@ -8,11 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import turing
 from pallas_kernels.chips import KIB, GpuChip
 
-# The compute capabilities of the only GPUs that have wgmma, and of those whose mma is narrower.
-HOPPER, TURING = (9, 0), (7, 5)
+HOPPER = (9, 0)  # the compute capability of the only GPUs that have wgmma
 TILE = 64  # rows of one matrix instruction of a warpgroup
 WARP_ROWS = 16  # and of one of a warp
 LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
@@ -20,29 +18,16 @@ SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 # The shared memory for barriers, for alignment, and for the compiler's own use.
 RESERVED = 5 * KIB // 2
 
-type MatrixUnit = Literal["wgmma", "mma", "turing"]
+type MatrixUnit = Literal["wgmma", "mma"]
 type Ref = Any  # a reference of Pallas, for which jax has no public type
 
 
 def matrix_unit_of(chip: GpuChip) -> MatrixUnit:
     """Returns the instruction that multiplies.
 
-    wgmma multiplies from shared memory, and only Hopper has it. mma multiplies from registers. Turing's is narrower.
+    wgmma multiplies from shared memory, and only Hopper has it. mma multiplies from registers.
     """
-    if chip.compute_capability == HOPPER:
-        return "wgmma"
-    return "turing" if chip.compute_capability == TURING else "mma"
-
-
-def mma(unit: MatrixUnit, acc: jax.Array, a: jax.Array, b: jax.Array, m_warps: int = 4) -> jax.Array:
-    """Computes acc f32[M, N] + a [M, K] @ b [K, N] in the registers of a warpgroup, by the instruction of a warp.
-
-    Their layouts are `MMA_ACC`, which is that of wgmma with four warps along M, `MMA_LHS` and `MMA_RHS`.
-    """
-    if unit == "turing":
-        return turing.mma(acc, a, b, m_warps)
-    product: jax.Array = plgpu.mma(acc, a, b)
-    return product
+    return "wgmma" if chip.compute_capability == HOPPER else "mma"
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, lanes: int = LANES) -> Any:

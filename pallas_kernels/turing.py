@@ -1,70 +1,72 @@
-"""`mma` of NVIDIA's Turing GPUs (T4), for kernels of Mosaic GPU, which itself knows only that of later ones.
+"""What Mosaic GPU of jax 0.11.2 lacks for Turing (compute capability 7.5), put into it: two of its functions change.
 
-Turing multiplies float16 by eight inputs at a time and later GPUs by sixteen. The registers of sixteen are those of the
-first eight and then those of the other eight, so one instruction of later GPUs is two of Turing's.
+Both go by the generation that is lowered for, so kernels for other GPUs are what they were. Each of them goes when
+Mosaic GPU has the same: `_mma_single_tile` when it emits instructions of depth 8, and `_lift_fast_instr` when its
+maximum has no `.NaN` below compute capability 8.0. `tests/pallas_kernels/test_deviceless.py` compiles for a T4, which
+fails without them.
 """
 
-from functools import partial
+import importlib
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-INPUTS = 16  # of one instruction of later GPUs, whose layouts of registers these are
-_INSTRUCTION = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
+# The package has a function of the module's name.
+_MMA = "jax.experimental.mosaic.gpu.mma"
+_MULTIPLY = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};"
 
 
-def mma(acc: jax.Array, a: jax.Array, b: jax.Array, m_warps: int = 4) -> jax.Array:
-    """Computes acc f32[M, N] + a f16[M, K] @ b f16[K, N] in the registers of a warpgroup, as `plgpu.mma` does.
+def install() -> None:
+    """Changes both functions, once."""
+    mma, arrays = importlib.import_module(_MMA), fragmented_array.FragmentedArray
+    if getattr(mma._mma_single_tile, "knows_turing", False):
+        return
+    deep, lift = mma._mma_single_tile, arrays._lift_fast_instr
 
-    Their layouts are `MMA_ACC`, `MMA_LHS` and `MMA_RHS` of float16 with so many warps along M.
-    """
-    layouts = (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS)
-    of_acc, of_a, of_b = (partial(layout, jnp.float16, m_warps=m_warps)() for layout in layouts)
-    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=of_acc)
+    def multiply(acc: Any, a: Any, b: Any) -> Any:
+        return _multiply_twice(acc, a, b) if _lowers_for_turing() else deep(acc, a, b)
 
-    @plgpu.inline_mgpu(arg_types=(of_acc, of_a, of_b), return_type=result)
-    def multiply(_: Any, acc: Any, a: Any, b: Any) -> Any:
-        acc = acc.copy()
-        rows, columns = acc.layout.base_tile_shape
-        for first in range(0, a.shape[1], INPUTS):
-            inputs = slice(first, first + INPUTS)
-            for row in range(0, acc.shape[0], rows):
-                for column in range(0, acc.shape[1], columns):
-                    of_rows, of_columns = slice(row, row + rows), slice(column, column + columns)
-                    part = acc[of_rows, of_columns]
-                    acc[of_rows, of_columns] = _tile(part, a[of_rows, inputs], b[inputs, of_columns])
-        return acc
+    def lift_instruction(instruction: Any) -> Any:
+        if isinstance(instruction, str) and _lowers_for_turing():
+            instruction = instruction.replace(".NaN", "")
+        return lift(instruction)
 
-    product: jax.Array = multiply(acc, a, b)
-    return product
+    multiply.knows_turing = True  # type: ignore[attr-defined]
+    mma._mma_single_tile = multiply
+    arrays._lift_fast_instr = staticmethod(lift_instruction)
 
 
-def _tile(acc: Any, a: Any, b: Any) -> Any:
-    """Returns acc + a @ b for what one instruction of later GPUs multiplies."""
+def _lowers_for_turing() -> bool:
+    return utils.get_arch().major < 8
+
+
+def _multiply_twice(acc: Any, a: Any, b: Any) -> Any:
+    """Computes acc + a @ b for one tile of float16: the operands of depth 8 are halves of the registers of depth 16."""
+    assert isinstance(a.mlir_dtype, ir.F16Type), a.mlir_dtype
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    pairs = list(acc.registers.flat)
-    sums = [
-        vector.extract(pair, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([place]))
-        for pair in pairs
-        for place in range(2)
-    ]
-    of_a, of_b = ([mgpu.utils.bitcast(register, i32) for register in x.registers.flat] for x in (a, b))
+
+    def words(array: Any) -> list[Any]:
+        return [utils.bitcast(register, i32) for register in array.registers.flatten()]
+
+    def element(register: Any, index: int) -> Any:
+        return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([index]))
+
+    sums = [element(register, index) for register in acc.registers.flatten() for index in range(2)]
+    of_a, of_b = words(a), words(b)
     for half in range(2):
         operands = [*of_a[2 * half : 2 * half + 2], of_b[half], *sums]
-        constraints = "=f,=f,=f,=f,r,r,r,f,f,f,f"
-        four = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-        out = llvm.inline_asm(four, operands, _INSTRUCTION, constraints, has_side_effects=False)
-        sums = [llvm.extractvalue(f32, out, [place]) for place in range(4)]
-    held = np.empty(len(pairs), object)
-    empty = llvm.mlir_undef(ir.VectorType.get((2,), f32))
-    for index in range(len(pairs)):
-        pair = llvm.insertelement(empty, sums[2 * index], position=mgpu.utils.c(0, i32))
-        held[index] = llvm.insertelement(pair, sums[2 * index + 1], position=mgpu.utils.c(1, i32))
-    registers = held.reshape(acc.registers.shape)
-    return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=acc.is_signed)
+        struct = llvm.StructType.get_literal([f32] * 4)
+        product = llvm.inline_asm(struct, operands, _MULTIPLY, "=f,=f,=f,=f,r,r,r,f,f,f,f", has_side_effects=False)
+        sums = [llvm.extractvalue(f32, product, [index]) for index in range(4)]
+    pair, registers = ir.VectorType.get((2,), f32), []
+    for low, high in zip(sums[::2], sums[1::2], strict=True):
+        both = llvm.insertelement(llvm.mlir_undef(pair), low, position=utils.c(0, i32))
+        registers.append(llvm.insertelement(both, high, position=utils.c(1, i32)))
+    return fragmented_array.FragmentedArray(
+        _registers=np.asarray(registers, dtype=object).reshape(acc.registers.shape),
+        _layout=acc.layout,
+        _is_signed=acc.is_signed,
+    )

@@ -248,16 +248,19 @@ QUANTIZED_FORMS = ("decode", "mixed")
 REFERENCE_STEP_CHIPS = ("h200", "v5e")
 # GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
 ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
+# Attention has three ways to copy on GPUs whose matrix units work for a warp. Others of their generations have less.
+ALL_OF_ATTENTION = ("h200", "b200", "t4", "l4", "pro6000")
 # The others have these, whose tiles depend on such numbers.
 SOME_PROGRAMS = (
     "attention/decode-gqa/",
+    "attention/mixed-sinks/",
     "experts/qwen3-30b-decode-64/",
     "quantized/qwen3-8b-gate-up-int4-decode-16/",
     "quantized/qwen3-8b-down-awq-decode-16/",
     "states/qwen3-next-decode-64/",
     "step/decode-int4/",
 )
-# Before Hopper, and on desks, the step is compiled for the kernels in it, since the loop around them is the same.
+# Where matrix units work for a warp, few steps are compiled, for the kernels in them: what is around them is the same.
 FEW_STEPS = ("decode", "mixed", "sample")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
@@ -294,7 +297,7 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
     """
     every = _programs(chip, kind)
-    if isinstance(chip, TpuChip) or chip.name in ALL_OF_GENERATION:
+    if isinstance(chip, TpuChip) or chip.name in (ALL_OF_ATTENTION if kind == "attention" else ALL_OF_GENERATION):
         return every
     return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
 
@@ -302,9 +305,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
     has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
-    attends = backend_for(128, backend) == backend
+    has_all_steps = isinstance(chip, TpuChip) or not takes_warps(chip)
     if kind == "attention":
-        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING)) if attends else ()
+        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     if kind == "experts":
         return tuple(_experts_program(case, backend) for case in EXPERTS_SERVING) if has_copy_engine else ()
     if kind == "quantized":
@@ -325,8 +328,8 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form in (WIDE.forms if attends else FEW_STEPS)
-        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and attends else []))
+        for form in (WIDE.forms if has_all_steps else FEW_STEPS)
+        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and has_all_steps else []))
     )
     # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
     quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
@@ -335,7 +338,7 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for quantization in quantizations
         for form in QUANTIZED_FORMS
     )
-    if attends:
+    if has_all_steps:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
@@ -362,8 +365,8 @@ def _attention_program(case: RaggedCase, backend: Backend) -> Program:
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all where matrix units work for a
-    # warp. docs/kernels.md says what others spill.
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all do on GPUs whose matrix units
+    # work for a warp. docs/kernels.md says what others spill.
     keeps_all = False
     if isinstance(backend.chip, GpuChip):
         keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)

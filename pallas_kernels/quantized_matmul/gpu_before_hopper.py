@@ -22,6 +22,7 @@ from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, row_lanes
 from pallas_kernels.quantized_matmul.registers import RowPanels, twice
+from pallas_kernels.turing import install
 
 # What copies a stage. The interpreter knows barriers and no groups of copies, so it takes the copy engine's.
 type Copies = Literal["cp.async", "registers", "engine"]
@@ -50,6 +51,8 @@ def quantized_matmul(
     The arguments are those of `gpu.quantized_matmul`, but rows of x have no codes. `tiles` are those of `choose_tiles`
     for such a chip, which divide the inputs: a copy may not go beyond the array that it copies from.
     """
+    if not chip.computes_bf16 and not interpret:
+        install()
     num_rows, size = x.shape
     if scales.dtype.itemsize == 1:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)

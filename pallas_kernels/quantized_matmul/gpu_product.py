@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.gpu import SWIZZLES, store_rows
-from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref, barriers, mma, swizzled
+from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref, barriers, swizzled
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, folds
 from pallas_kernels.quantized_matmul.registers import FOLDED_EXPONENT, WORD_BYTES, Registers, RowPanels
@@ -251,7 +251,7 @@ class QuantizedProduct:
             if self.matrix_unit != "wgmma" and not self.interpret:
                 # Sums of their own would be 64 registers more of 128 rows, of which ptxas spills two.
                 columns = plgpu.load(columns, layout=plgpu.Layout.MMA_RHS(self.dtype))
-                return mma(self.matrix_unit, total, operand, columns)
+                return plgpu.mma(total, operand, columns)
             return total + self._products([(operand, columns)])[0]
         width = self.unit // (self.code.per_byte * WORD_BYTES)
         for parts in batched(range(len(scales)), max(1, 2 * MOST_SUMS // self.tiles.tokens)):
@@ -289,8 +289,7 @@ class QuantizedProduct:
         if self.matrix_unit != "wgmma":
             layout, of_matrix = plgpu.Layout.MMA_RHS(self.dtype), plgpu.Layout.MMA_LHS(self.dtype)
             return [
-                mma(
-                    self.matrix_unit,
+                plgpu.mma(
                     self.nothing(),
                     plgpu.load(matrix, layout=of_matrix) if self.is_of_codes else matrix,
                     plgpu.load(rows, layout=layout),

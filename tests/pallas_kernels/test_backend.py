@@ -95,5 +95,6 @@ def test_what_multiplies_bfloat16() -> None:
 
 def test_gpus_whose_attention_is_plain_xla() -> None:
     gpus = [chip for chip in CHIPS.values() if isinstance(chip, GpuChip)]
-    attend = {chip.name for chip in gpus if backend_for(128, Backend("gpu", chip)).kind == "gpu"}
-    assert attend == {"h100", "h200", "b200"}
+    assert all(backend_for(128, Backend("gpu", chip)).kind == "gpu" for chip in gpus)
+    of_latents = {chip.name for chip in gpus if backend_for(576, Backend("gpu", chip), 512).kind == "gpu"}
+    assert of_latents == {"h100", "h200", "b200"}

@@ -23,9 +23,9 @@ from pallas_kernels.ragged_paged_attention.gpu_mma.copies import AMPERE, copy_un
 from pallas_kernels.ragged_paged_attention.gpu_mma.decode import decode
 from pallas_kernels.ragged_paged_attention.gpu_mma.fold import fold_memory
 from pallas_kernels.ragged_paged_attention.gpu_mma.prefill import prefill
-from pallas_kernels.ragged_paged_attention.gpu_mma.turing import install
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, takes_warps
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from pallas_kernels.turing import install
 
 # The blocks of threads on a multiprocessor. By ptxas the registers of a thread allow two everywhere, and three or more
 # for most sizes; their shared memory would allow no third with heads of 128 where a multiprocessor has 100 KiB.
