@@ -21,7 +21,8 @@ _MULTIPLY = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4
 
 def install() -> None:
     """Changes both functions, once."""
-    mma, arrays = importlib.import_module(_MMA), fragmented_array.FragmentedArray
+    mma: Any = importlib.import_module(_MMA)
+    arrays: Any = fragmented_array.FragmentedArray
     if getattr(mma._mma_single_tile, "knows_turing", False):
         return
     deep, lift = mma._mma_single_tile, arrays._lift_fast_instr
