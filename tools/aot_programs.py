@@ -248,8 +248,9 @@ QUANTIZED_FORMS = ("decode", "mixed")
 REFERENCE_STEP_CHIPS = ("h200", "v5e")
 # GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
 ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
-# Attention has three ways to copy on GPUs whose matrix units work for a warp. Others of their generations have less.
-ALL_OF_ATTENTION = ("h200", "b200", "t4", "l4", "pro6000")
+# Attention has three ways to copy on GPUs whose matrix units work for a warp, and on an A100 blocks of twice as many
+# tokens and no instruction for float8. The others are like one of these.
+ALL_OF_ATTENTION = ("h200", "b200", "t4", "a100", "l4", "pro6000")
 # The others have these, whose tiles depend on such numbers.
 SOME_PROGRAMS = (
     "attention/decode-gqa/",

@@ -253,10 +253,25 @@ def test_a_copy_to_vmem_is_found() -> None:
             ],
         ),
         ("b200", ["attention/decode-gqa/gpu", "quantized/nvfp4-prefill-2048/gpu"]),
+        ("a100", ["attention/decode-64x4096-heads-fp8/gpu"]),
         # An instruction for Turing alone, copies without a copy engine, and the shared memory of a GPU for desks.
-        ("t4", ["quantized/qwen3-8b-down-awq-decode-16/gpu", "quantized/nvfp4-decode-16/gpu"]),
+        (
+            "t4",
+            [
+                "attention/mixed-sinks/gpu",
+                "quantized/qwen3-8b-down-awq-decode-16/gpu",
+                "quantized/nvfp4-decode-16/gpu",
+            ],
+        ),
         ("l4", ["quantized/qwen3-8b-gate-up-int4-decode-16/gpu"]),
-        ("pro6000", ["experts/qwen3-30b-decode-64/gpu", "quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu"]),
+        (
+            "pro6000",
+            [
+                "attention/mixed-sinks/gpu",
+                "experts/qwen3-30b-decode-64/gpu",
+                "quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu",
+            ],
+        ),
         ("v5e", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", ["step/mixed-experts/tpu", "step/decode-int4/tpu"]),
         ("v7x", ["step/split/tpu"]),
