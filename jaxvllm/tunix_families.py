@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
-class Kept:
+class TunixTensor:
     """A tensor as a model keeps it: in a parameter, or one item of it, perhaps with its dimensions in another order.
 
     path: of the parameter, within its layer or, outside of the layers, within the model
@@ -34,7 +34,7 @@ class Kept:
 
 
 # By the name of a tensor, the ways to keep it. The one whose parameter is there counts.
-Table = dict[str, tuple[Kept, ...]]
+Table = dict[str, tuple[TunixTensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,34 +56,47 @@ class TunixFamily:
 
 
 def _norms(ends: str, names: Mapping[str, str]) -> Table:
-    return {f"{name}.weight": (Kept(f"{path}.{ends}"),) for name, path in names.items()}
+    return {f"{name}.weight": (TunixTensor(f"{path}.{ends}"),) for name, path in names.items()}
 
 
-_EMBEDDING: Table = {"embed_tokens.weight": (Kept("embedder.input_embedding"),)}
-_OUTER = _EMBEDDING | _norms("w", {"norm": "final_norm"}) | {"lm_head.weight": (Kept("lm_head.w", "dv->vd"),)}
+_EMBEDDING: Table = {"embed_tokens.weight": (TunixTensor("embedder.input_embedding"),)}
+_OUTER = _EMBEDDING | _norms("w", {"norm": "final_norm"}) | {"lm_head.weight": (TunixTensor("lm_head.w", "dv->vd"),)}
 _FFN: Table = {
-    f"mlp.{name}.weight": (Kept(f"mlp.{name}.kernel", "io->oi"),) for name in ("gate_proj", "up_proj", "down_proj")
+    f"mlp.{name}.weight": (TunixTensor(f"mlp.{name}.kernel", "io->oi"),)
+    for name in ("gate_proj", "up_proj", "down_proj")
 }
 _LLAMA = {
-    **{f"self_attn.{name}.weight": (Kept(f"attn.{name}.w", "dnh->nhd"),) for name in ("q_proj", "k_proj", "v_proj")},
-    "self_attn.o_proj.weight": (Kept("attn.o_proj.w", "nhd->dnh"),),
+    **{
+        f"self_attn.{name}.weight": (TunixTensor(f"attn.{name}.w", "dnh->nhd"),)
+        for name in ("q_proj", "k_proj", "v_proj")
+    },
+    "self_attn.o_proj.weight": (TunixTensor("attn.o_proj.w", "nhd->dnh"),),
     **_norms("w", {name: name for name in ("input_layernorm", "post_attention_layernorm")}),
 }
 _QWEN3 = _LLAMA | _norms("w", {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"})
-_BIASES: Table = {f"self_attn.{letter}_proj.bias": (Kept(f"attn.{letter}_bias"),) for letter in "qkv"}
+_BIASES: Table = {f"self_attn.{letter}_proj.bias": (TunixTensor(f"attn.{letter}_bias"),) for letter in "qkv"}
 _EXPERTS: Table = {
-    "mlp.gate.weight": (Kept("mlp.router.kernel", "io->oi"),),
+    "mlp.gate.weight": (TunixTensor("mlp.router.kernel", "io->oi"),),
     **{
-        f"mlp.experts.*.{name}.weight": (Kept(f"mlp.{name}", "io->oi"),)
+        f"mlp.experts.*.{name}.weight": (TunixTensor(f"mlp.{name}", "io->oi"),)
         for name in ("gate_proj", "up_proj", "down_proj")
     },
 }
 # Where there are as many KV heads as query heads, one parameter has all three.
 _GEMMA = {
-    "self_attn.q_proj.weight": (Kept("attn.q_einsum.w", "ndh->nhd"), Kept("attn.qkv_einsum.w", "ndh->nhd", 0)),
-    "self_attn.k_proj.weight": (Kept("attn.kv_einsum.w", "kdh->khd", 0), Kept("attn.qkv_einsum.w", "ndh->nhd", 1)),
-    "self_attn.v_proj.weight": (Kept("attn.kv_einsum.w", "kdh->khd", 1), Kept("attn.qkv_einsum.w", "ndh->nhd", 2)),
-    "self_attn.o_proj.weight": (Kept("attn.attn_vec_einsum.w", "nhd->dnh"),),
+    "self_attn.q_proj.weight": (
+        TunixTensor("attn.q_einsum.w", "ndh->nhd"),
+        TunixTensor("attn.qkv_einsum.w", "ndh->nhd", 0),
+    ),
+    "self_attn.k_proj.weight": (
+        TunixTensor("attn.kv_einsum.w", "kdh->khd", 0),
+        TunixTensor("attn.qkv_einsum.w", "ndh->nhd", 1),
+    ),
+    "self_attn.v_proj.weight": (
+        TunixTensor("attn.kv_einsum.w", "kdh->khd", 1),
+        TunixTensor("attn.qkv_einsum.w", "ndh->nhd", 2),
+    ),
+    "self_attn.o_proj.weight": (TunixTensor("attn.attn_vec_einsum.w", "nhd->dnh"),),
     **_FFN,
 }
 _GEMMA_OUTER = _EMBEDDING | _norms("scale", {"norm": "final_norm"})

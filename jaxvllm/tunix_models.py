@@ -20,7 +20,7 @@ from jaxvllm.models.hf_import import params_of, without_numbers
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.tunix_families import Kept, TunixFamily, find_tunix_family
+from jaxvllm.tunix_families import TunixFamily, TunixTensor, find_tunix_family
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TunixModel:
 
     model: Any
     export: HfExport
-    places: Mapping[str, tuple[str, Kept, int | None]]
+    places: Mapping[str, tuple[str, TunixTensor, int | None]]
     like: Params
 
     @classmethod
@@ -100,7 +100,7 @@ def _params(model: Any) -> dict[str, jax.Array]:
 
 def _places(
     export: HfExport, family: TunixFamily, prefix: str, params: Mapping[str, jax.Array]
-) -> dict[str, tuple[str, Kept, int | None]]:
+) -> dict[str, tuple[str, TunixTensor, int | None]]:
     """Returns where each tensor is. Raises ValueError for one that is nowhere, and for a parameter that is none."""
     places = {}
     for name, shape in export.shapes.items():
@@ -125,7 +125,9 @@ def _places(
     return places
 
 
-def _place(name: str, family: TunixFamily, params: Mapping[str, jax.Array]) -> tuple[str, Kept, int | None] | None:
+def _place(
+    name: str, family: TunixFamily, params: Mapping[str, jax.Array]
+) -> tuple[str, TunixTensor, int | None] | None:
     """Returns the place of a tensor whose name is told without its prefix, or None where it has none."""
     start, table, expert = "", family.outer, None
     if found := re.fullmatch(r"(layers\.\d+\.)(.+)", name):

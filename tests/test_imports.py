@@ -191,7 +191,7 @@ ALLOWED_IN = {
     # code in any case.
     "pickle": ("jaxvllm.runtime.stored_programs",),
     # They are for trainers, and nothing else imports them.
-    "flax": ("jaxvllm.flax", "jaxvllm.tunix"),
+    "flax": ("jaxvllm.flax", "jaxvllm.tunix", "jaxvllm.tunix_models"),
 }
 
 
