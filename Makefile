@@ -20,8 +20,8 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo serve test lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle peers venv \
-  constraints clean
+.PHONY: demo serve test test-newest-jax lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle \
+  peers venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
 	$(PY) -m jaxvllm.generate --temperature 0.7 --seed 1 --max-num-seqs 4 --show-batch "Once upon a time" \
@@ -92,6 +92,21 @@ venv: .venv/.stamp
 	  --build-constraints constraints.txt --editable '.[test]'
 	$(PY) -m compileall -q jaxvllm pallas_kernels sharding
 	@touch $@
+
+# The newest jax that pyproject.toml allows. The environment of all else has the one of constraints.txt, which GPU machines
+# have; the quick tests of what is near jax run with either, in turns.
+NEWEST_JAX := 0.12.0.1
+NEAR_JAX := tests/runtime tests/sharding tests/models tests/pallas_kernels
+
+.newest/.stamp: pyproject.toml constraints.txt Makefile | .venv/.stamp
+	@test -x .newest/bin/python || $(UV) venv --quiet --python $(PY) .newest
+	grep -vE '^(jax|jaxlib|jax-cuda13-[a-z]+|libtpu)==' constraints.txt > .newest/constraints.txt
+	$(UV) pip install --quiet --python .newest/bin/python --constraint .newest/constraints.txt \
+	  --build-constraints constraints.txt jax==$(NEWEST_JAX) --editable '.[test]'
+	@touch $@
+
+test-newest-jax: .newest/.stamp  ## the quick tests near jax, with the newest jax
+	.newest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(NEAR_JAX)
 
 # What the wheel says that it needs, and no more: the tests install the wheel here, where no clone can be imported.
 .wheel/.stamp: pyproject.toml constraints.txt | .venv/.stamp
@@ -179,5 +194,5 @@ constraints: .venv/.stamp  ## the newest versions that pyproject.toml allows, ja
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf .venv .wheel .aot .clients .suites .tunix .uv .oracle .vllm .openvino .llamacpp .mypy_cache .ruff_cache \
+	rm -rf .venv .newest .wheel .aot .clients .suites .tunix .uv .oracle .vllm .openvino .llamacpp .mypy_cache .ruff_cache \
 	  .pytest_cache .hypothesis reports dist site

@@ -5,14 +5,16 @@ What a part finds is written at once, so a part that fails, hangs or is cut off 
 
 1. `errors`: every case of attention by the device's own kernel, compared with float32. The worst error is told.
 2. `attention`: the cases that have goals, timed beside the device's own copies and matrix products.
-3. `8B` and `0.6B`: engines with dummy weights in bfloat16. Prefill of 2k and 8k tokens, decode steps with 1, 8, 64 and
-   256 rows, then 256 requests of 512 tokens in and 256 out, with the share of the time in which the device had nothing
-   to do. Beside each decode step stands the least that it must read, and how much of the copy bandwidth that is.
+3. `8B` and `0.6B`: engines with dummy weights in 16 bits, or in int4 where the device has no room for them. Prefill of
+   2k and 8k tokens, decode steps with 1, 8, 64 and 256 rows, then 256 requests of 512 tokens in and 256 out, with the
+   share of the time in which the device had nothing to do. Beside each decode step stands the least that it must read,
+   and how much of the copy bandwidth that is.
 4. `peers`: attention of the libraries that are installed (FlashInfer, vLLM, torch, cuDNN) on the same cases.
 5. `transformers`, where it is installed: prefill and decode steps of the 0.6B model, as in part 3.
 
     python -m benchmarks.first_light [--minutes 8] [--size tiny]
 
+It runs on each of Colab's devices, a T4, an L4, an A100 or a TPU v5e-1, too. What has no kernel of ours there says so.
 `--size tiny` runs all of it on a CPU, with interpreted kernels and small shapes, to prove this program. It writes
 benchmarks/results/first_light-DATE-COMMIT.json.
 """
@@ -36,6 +38,7 @@ from benchmarks.peers.process import PeerProcess
 from benchmarks.qwen3 import qwen3, qwen3_600m
 from benchmarks.result_files import ROOT, machine, write_record
 
+HEAD_SIZE = 128  # of most cases, by which a device has kernels for attention or not
 GOALS = r"^(decode-(64x4096|256x4096|8x32768)|prefill-(2048|8192))-q32-d128$"
 # Seconds of each part. Together they are more than eight minutes: a part that ends early leaves its time to the others.
 LIMITS = {"errors": 120, "attention": 90, "8B": 200, "0.6B": 120, "peers": 90, "transformers": 60}
@@ -49,7 +52,7 @@ class Size:
     models: Mapping[str, dict[str, Any]]
     engine: Mapping[str, Any]  # options of both engines
     error_cases: str  # a regular expression
-    error_dtypes: tuple[str, ...]
+    error_dtypes: tuple[str, ...]  # auto: the one of 16 bits that the device multiplies
     timed_cases: str
     backend: str  # of the kernels
     prompts: tuple[int, ...]  # tokens
@@ -67,7 +70,7 @@ FULL = Size(
         "0.6B": qwen3_600m(),
     },
     engine=dict(
-        dtype="bfloat16",
+        dtype="auto",  # bfloat16, but float16 where the device does not multiply that
         max_model_len=8320,
         max_num_seqs=256,
         max_num_batched_tokens=2048,
@@ -76,7 +79,7 @@ FULL = Size(
         page_size=64,
     ),
     error_cases=".",
-    error_dtypes=("bfloat16", "float32"),
+    error_dtypes=("auto", "float32"),
     timed_cases=GOALS,
     backend="auto",
     prompts=(2048, 8192),
@@ -145,12 +148,15 @@ def errors(size: Size) -> Facts:
     from jaxvllm.bench.kernels.device import describe
     from jaxvllm.bench.kernels.measure import KernelOptions
     from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
-    from pallas_kernels.backend import Backend
+    from pallas_kernels.backend import Backend, multiplies_bf16
+    from pallas_kernels.ragged_paged_attention import backend_for
 
     device = jax.devices()[0]
     yield {"what": device.device_kind} | describe(device)
-    for dtype in map(jnp.dtype, size.error_dtypes):
+    auto = "bfloat16" if multiplies_bf16(device) else "float16"
+    for dtype in (jnp.dtype(auto if name == "auto" else name) for name in size.error_dtypes):
         backend = Backend.of_device("interpret" if size is TINY else "auto", device, dtype)
+        backend = backend_for(HEAD_SIZE, backend)
         ours = PagedContender(backend.kind, OurAttention(backend), backend, device)
         worst, failed, count = ("", 0.0), [], 0
         for case in KernelOptions(size.error_cases).chosen:
@@ -211,9 +217,15 @@ def engine(size: Size, name: str) -> Facts:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(size.models[name]))
-        llm = LLM(model=directory, load_format="dummy", max_decode_burst=1, **size.engine)
+        quantization = None if has_room_for(size.models[name]) else "int4"
+        llm = LLM(model=directory, load_format="dummy", max_decode_burst=1, quantization=quantization, **size.engine)
     with llm:
-        yield {"what": "engine takes requests", "seconds": time.perf_counter() - start}
+        yield {
+            "what": "engine takes requests",
+            "seconds": time.perf_counter() - start,
+            "quantization": quantization,
+            "pages_hold": llm.engine.holders[0].memory_use().num_tokens,
+        }
         seconds, _ = complete(llm, prompts(1, 8), 1)
         yield {"what": "first token", "seconds": time.perf_counter() - start, "request_seconds": seconds}
         llm.wait_until_compiled()
@@ -225,6 +237,9 @@ def engine(size: Size, name: str) -> Facts:
             seconds = min(complete(llm, prompts(1, length), 1)[0] for _ in range(3))
             yield {"what": f"prefill of {length}", "seconds": seconds, "tokens_per_second": length / seconds}
         for rows in size.rows:
+            if rows * (size.context + size.steps) > memory.num_tokens:
+                yield {"what": f"decode step of {rows} rows", "problem": f"pages hold {memory.num_tokens} tokens"}
+                continue
             # The first row decodes while the prompts of others are computed, and goes on until all have decoded.
             meanwhile = rows * size.context // size.engine["max_num_batched_tokens"]
             _, reports = complete(llm, prompts(rows, size.context), meanwhile + size.steps)
@@ -252,6 +267,17 @@ def engine(size: Size, name: str) -> Facts:
         }
 
 
+def has_room_for(config: Mapping[str, Any]) -> bool:
+    """Returns whether the weights in 16 bits take no more than three quarters of the device, if its memory is known."""
+    import jax
+
+    from jaxvllm.models.families import model_spec
+    from jaxvllm.models.params import num_parameters
+
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return limit is None or 2 * num_parameters(model_spec(config)) <= 0.75 * limit
+
+
 def peers(size: Size) -> Facts:
     """Times the attention of installed libraries on the cases that have goals."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -260,9 +286,11 @@ def peers(size: Size) -> Facts:
 
     from benchmarks.kernels.session import chosen, contenders, measure
     from benchmarks.kernels.worker import TorchWorker
+    from pallas_kernels.backend import multiplies_bf16
 
     device, worker = jax.devices()[0], TorchWorker()
-    dtype = jnp.dtype("float32" if device.platform == "cpu" else "bfloat16")
+    in_16_bits = "bfloat16" if multiplies_bf16(device) else "float16"
+    dtype = jnp.dtype("float32" if device.platform == "cpu" else in_16_bits)
     try:
         for case in chosen(size.timed_cases):
             for name, outcome in measure(case, dtype, contenders(device, dtype, worker)):

@@ -39,7 +39,7 @@ COMPILE = """
 import sys, jax
 from pathlib import Path
 from pallas_kernels.chips import chip_named
-from pallas_kernels.deviceless import compile_only_devices
+from pallas_kernels.deviceless import compile_only_devices, lowering_for
 from sharding.placement import make_mesh
 from tools.aot_programs import programs
 
@@ -47,7 +47,7 @@ chip, directory = chip_named(sys.argv[1]), Path(sys.argv[2])
 device = compile_only_devices(chip, 1)
 for program in programs(chip, "quantized"):
     mesh = make_mesh(program.mesh, device)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
+    with lowering_for(mesh):
         program.compile(mesh)
     for dump in directory.glob("*"):
         if dump.suffix == ".ptx":

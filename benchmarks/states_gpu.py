@@ -41,7 +41,7 @@ from jaxvllm.models.state_memory import Columns, StateMemory
 from jaxvllm.planner.hlo import HloInstruction, array_bytes, parse_hlo
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import GpuChip, chip_named
-from pallas_kernels.deviceless import compile_only_devices
+from pallas_kernels.deviceless import compile_only_devices, lowering_for
 from pallas_kernels.linear_attention.gpu import FEW_TOKENS
 from pallas_kernels.linear_attention.gpu.factors import CHUNK
 from pallas_kernels.ragged_paged_attention import RaggedRows
@@ -327,7 +327,7 @@ def compile_step(layer: CountedLayer, step: StateStep, backend: Backend, mesh: A
     tokens[CHANNELS] = on_device(num_tokens, K, layer.channels, dtype=jnp.bfloat16)
     shared = {name: on_device(num_tokens, *shape) for name, shape in layer.shared.items()}
     arguments = on_device(*pages.shape), on_device(dtype=i32), table, of_rows, of_rows, weights, tokens, shared
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
+    with lowering_for(mesh):
         return jax.jit(run, donate_argnums=0).lower(*arguments).compile({"xla_gpu_enable_triton_gemm": False})
 
 

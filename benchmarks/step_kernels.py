@@ -29,7 +29,7 @@ from jaxvllm.models.mamba2 import SelectiveScan
 from jaxvllm.models.recurrence import CHANNELS, RecurrentRule
 from jaxvllm.models.state_memory import Columns, StateMemory
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, multiplies_bf16
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul import cases as grouped_cases
 from pallas_kernels.grouped_matmul import gpu as grouped
@@ -44,9 +44,14 @@ MOST_LAYERS = 64
 HIGHEST = lax.Precision.HIGHEST
 
 
+def dtype_here() -> jnp.dtype:
+    """Returns the dtype of 16 bits in which this machine's device computes."""
+    return jnp.dtype("bfloat16" if multiplies_bf16(jax.devices()[0]) else "float16")
+
+
 def gpu_here() -> GpuChip:
     """Returns the chip of this machine. Raises SystemExit where it is no GPU with kernels."""
-    chip = Backend.of_device("auto", jax.devices()[0], jnp.dtype(jnp.bfloat16)).chip
+    chip = Backend.of_device("auto", jax.devices()[0], dtype_here()).chip
     if not isinstance(chip, GpuChip):
         raise SystemExit(f"{jax.devices()[0].device_kind} is no GPU with kernels")
     return chip
@@ -88,18 +93,18 @@ def told(case: Any, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def products(pattern: str = ".") -> Facts:
     """Multiplies rows by matrices of few bits, of sizes of models."""
-    chip = gpu_here()
+    chip, dtype = gpu_here(), dtype_here()
 
     def of(case: quantized_cases.QuantizedCase) -> dict[str, Any]:
         code, layers = case.code, layers_for(case.num_bytes)
         tiles = choose_tiles(
-            jax.ShapeDtypeStruct((case.num_rows, case.size_in), jnp.bfloat16),  # type: ignore[no-untyped-call]
+            jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype),  # type: ignore[no-untyped-call]
             (case.size_out, case.size_in), code, case.group, case.scale_dtype, 1, chip,
         )  # fmt: skip
         if tiles is None:
             return {"problem": "left to XLA"}
         keys = jax.random.split(jax.random.key(0), 4)
-        x = jax.random.normal(keys[0], (case.num_rows, case.size_in), jnp.bfloat16)
+        x = jax.random.normal(keys[0], (case.num_rows, case.size_in), dtype)
         codes = jax.random.bits(keys[1], (layers, case.size_out, case.size_in // code.per_byte), jnp.uint8)
         table = jnp.asarray(code.table, jnp.float32)
         if code.per_byte == 1:  # FP8 has codes that are no numbers
@@ -117,7 +122,7 @@ def products(pattern: str = ".") -> Facts:
             quantized.quantized_matmul,
             code=code,
             scale_dtype=case.scale_dtype,
-            dtype=jnp.dtype(jnp.bfloat16),
+            dtype=dtype,
             tiles=tiles,
             chip=chip,
         )
@@ -131,7 +136,7 @@ def products(pattern: str = ".") -> Facts:
                 codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(case.size_out, -1)
             by_group = table[codes].reshape(case.size_out, case.num_groups, -1) - zeros[..., None]
             matrix = (by_group * exact[..., None]).reshape(case.size_out, case.size_in)
-            return jnp.matmul(x.astype(jnp.float32), matrix.T, precision=HIGHEST), matrix.astype(jnp.bfloat16)
+            return jnp.matmul(x.astype(jnp.float32), matrix.T, precision=HIGHEST), matrix.astype(dtype)
 
         minus = jnp.full(shape[1:], code.zero, jnp.float32) if zeros is None else zeros[1].astype(jnp.float32)
         expected, matrix = by_hand(x, codes[1], exact, minus)
@@ -139,7 +144,7 @@ def products(pattern: str = ".") -> Facts:
         error = error_of(jax.jit(layer)(jnp.int32(1), x, *stored), expected)
         seconds = seconds_a_layer(layer, layers, x, *stored)
         count = layers_for(2 * matrix.size)
-        plain = jnp.broadcast_to(matrix, (count, *matrix.shape)) + jnp.bfloat16(0)
+        plain = jnp.broadcast_to(matrix, (count, *matrix.shape)) + jnp.zeros((), dtype)
         in_16_bits = seconds_a_layer(lambda number, x, plain: x @ plain[number].T, count, x, plain)
         return {
             "error": error,
@@ -220,7 +225,8 @@ def states(pattern: str = ".") -> Facts:
 
     def of(memory: StateMemory, num_rows: int, each: int) -> dict[str, Any]:
         kernel, rng = GpuStates.of(memory, backend), np.random.default_rng(0)
-        assert kernel is not None
+        if kernel is None:
+            return {"problem": "left to XLA"}
         num_tokens = num_rows if each == 1 else num_rows * each + STATE_PAGE
         columns = -(-(CONTEXT + each) // STATE_PAGE)
         table = jnp.asarray(1 + rng.permutation(num_rows * columns).reshape(num_rows, columns), jnp.int32)
@@ -258,7 +264,7 @@ def states(pattern: str = ".") -> Facts:
 
         found: dict[str, Any] = {}
         expected = None
-        for way in ("XLA", "tokens", *(["chunks"] if each > 16 else [])):
+        for way in ("XLA", "tokens", *(["chunks"] if each > 16 and kernel.chunk_unit is not None else [])):
             read, got = jax.jit(partial(layer, way))(pages, jnp.int32(1), weights, tokens)
             read, got = read[: num_rows * each], got[1, 1:]
             if expected is None:

@@ -47,8 +47,8 @@ Burst = Annotated[int, Range(1, MAX_BURST)]
 Logprobs = Annotated[int, Range(-1, MAX_INT32)]
 # What only those need who can name an adapter in a request.
 LORA_FIELDS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
-# Beyond so many slots a step would have to gather the adapters of its tokens.
-MAX_LORAS = 16
+# What has more slots than that has a wrong number: a thousandth of a model each, they take more room than the model.
+MAX_LORAS = 4096
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Loras = Annotated[int, Range(1, MAX_LORAS)]
 LoraRank = Annotated[int, Range(min(LORA_RANKS), max(LORA_RANKS))]
@@ -226,14 +226,10 @@ class EngineConfig:
                 f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}: what is on the "
                 "devices is in host memory, too"
             )
-        for is_asked, what in (
-            (self.has_others, "an engine of several processes"),
-            (MeshShape.parse(str(self.mesh)).stages > 1, "a mesh with stages"),
-            (self.shares_experts, "replicas that share experts"),
-            (self.kv_transfer_config is not None, "kv_transfer_config"),
-        ):
-            if is_asked:
-                raise NotImplementedError(f"enable_lora does not go together with {what} yet: leave one of them out")
+        if self.shares_experts:
+            raise NotImplementedError(
+                "enable_lora does not go together with replicas that share experts yet: leave one of them out"
+            )
 
     def _check_guesses_of_tokens(self, why: str, way_out: str) -> None:
         """Raises NotImplementedError where what guesses tokens computes something itself, which `why` rules out."""

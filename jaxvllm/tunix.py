@@ -18,6 +18,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.llm import LLM
 from jaxvllm.flax import EngineModule
+from jaxvllm.tunix_models import TunixModel
 
 
 class TunixActor(EngineModule):
@@ -45,39 +46,43 @@ class TunixActor(EngineModule):
 
 
 class JaxvllmRollout(BaseRollout):  # type: ignore[misc]
-    """Samples with an engine. Before each batch the engine takes the arrays that the actor has then, without a copy."""
+    """Samples with an engine, which takes the actor's arrays before each batch if they have changed.
+
+    A `TunixActor` holds the engine's own arrays, so that nothing is copied. A model of tunix's own is copied into the
+    order of the engine's arrays, on the devices: see `jaxvllm.tunix_models`.
+    """
 
     def __init__(
         self, *, llm: LLM, rollout_actor: Any, tokenizer: Any, mesh: Mesh, rollout_config: RolloutConfig
     ) -> None:
         """Is called by tunix with all but `llm`.
 
-        Raises ValueError for an actor that is not this engine's, and for an engine that would report other
+        Raises ValueError for an actor whose weights the engine cannot take, and for an engine that would report other
         log-probabilities than tunix's trainers compute.
         """
-        if not isinstance(rollout_actor, TunixActor):
-            raise ValueError(
-                f"the actor must share the arrays of the engine, and {type(rollout_actor).__name__} does not: give "
-                "TunixActor.of(llm) to tunix"
-            )
-        if rollout_actor.mesh != mesh:
-            raise ValueError(
-                f"tunix's mesh {mesh} is not the engine's, so that the actor was copied: give the mesh of "
-                "TunixActor.of(llm) to all roles"
-            )
+        self._weights: TunixActor | TunixModel
+        if isinstance(rollout_actor, TunixActor):
+            self._weights = rollout_actor
+            if rollout_actor.mesh != mesh:
+                raise ValueError(
+                    f"tunix's mesh {mesh} is not the engine's, so that the actor was copied: give the mesh of "
+                    "TunixActor.of(llm) to all roles"
+                )
+        else:
+            self._weights = TunixModel.of(rollout_actor, llm)
         if llm.config.logprobs_mode != "processed_logprobs":
             raise ValueError(
                 f"logprobs_mode of the engine is {llm.config.logprobs_mode}, and trainers of tunix compare with the "
                 "distribution that was sampled from: start it with processed_logprobs"
             )
-        self._llm, self._actor, self._tokenizer = llm, rollout_actor, tokenizer
+        self._llm, self._actor, self._tokenizer, self._mesh = llm, rollout_actor, tokenizer, mesh
         self._served: list[jax.Array] = []
         self._version: str | None = None  # of the engine's weights, when it took these
 
     @property
     def mesh(self) -> Mesh:
-        """The engine's mesh."""
-        return self._actor.mesh
+        """The mesh that tunix gave to this role."""
+        return self._mesh
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **_: Any) -> RolloutOutput:
         """Completes each prompt. The tokens have the EOS, where it ended them, and the log-probabilities are of them.
@@ -117,18 +122,17 @@ class JaxvllmRollout(BaseRollout):  # type: ignore[misc]
     def eos_id(self) -> int:
         return int(self._tokenizer.eos_id())
 
-    def model(self) -> TunixActor:
-        """Returns the actor, so that tunix knows that its weights are shared."""
+    def model(self) -> Any:
+        """Returns the actor, so that tunix knows that its weights need not be sent."""
         return self._actor
 
     def _serve(self) -> None:
         """Lets the engine compute with the arrays that the actor has now."""
-        tree = self._actor.tree()
-        arrays = jax.tree.leaves(tree)
+        arrays = jax.tree.leaves(nnx.state(self._actor, nnx.Param))
         is_served = len(arrays) == len(self._served) and all(a is b for a, b in zip(arrays, self._served, strict=True))
         # Somebody else may have given the engine other weights meanwhile.
         if not is_served or self._llm.weight_version != self._version:
-            self._llm.update_weights(tree)
+            self._llm.update_weights(self._weights)
             self._served, self._version = arrays, self._llm.weight_version
 
     def _tokens(self, prompt: str) -> list[int]:

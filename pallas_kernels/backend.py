@@ -22,8 +22,9 @@ KERNEL_DTYPES = {"tpu": ("float32", "bfloat16"), "gpu": ("bfloat16", "float16"),
 # The chips whose kernels are interpreted. An idle multiprocessor costs the interpreter as much as a busy one, so the
 # GPU has few.
 INTERPRETED_TPU, INTERPRETED_GPU, INTERPRETED_SMS = "v5e", "h200", 2
-# The oldest GPUs with kernels: for older ones, Mosaic GPU of jax 0.11.2 ends the process with a fatal error in LLVM.
-MOSAIC_GPU_CAPABILITY = (9, 0)
+# The oldest GPUs with kernels, Turing: matrix units of older ones have no instruction that Mosaic GPU knows. Each
+# kernel says which GPUs it takes, and plain XLA does its work on the others.
+MOSAIC_GPU_CAPABILITY = (7, 5)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Backend:
             raise ValueError(f"backend {self.kind} cannot be for the chip {self.chip}")
         if isinstance(self.chip, GpuChip) and self.chip.compute_capability < MOSAIC_GPU_CAPABILITY:
             raise NotImplementedError(
-                f"the gpu kernels need compute capability 9.0 (Hopper), {self.chip.name} has "
+                f"the gpu kernels need compute capability 7.5 (Turing), {self.chip.name} has "
                 f"{'.'.join(map(str, self.chip.compute_capability))}: use the backend reference"
             )
 
@@ -54,6 +55,12 @@ class Backend:
         if isinstance(chip, TpuChip):
             return cls("tpu", chip)
         return cls("gpu", chip) if chip.compute_capability >= MOSAIC_GPU_CAPABILITY else REFERENCE
+
+    def computes(self, dtype: np.dtype) -> bool:
+        """Returns whether there are kernels for a model that computes in `dtype`. Plain XLA computes in any."""
+        if isinstance(self.chip, GpuChip) and dtype.name == "bfloat16" and not self.chip.computes_bf16:
+            return False
+        return self.kind == "reference" or dtype.name in KERNEL_DTYPES[self.kind]
 
     @classmethod
     def of_device(cls, name: BackendName, device: "jax.Device", dtype: np.dtype) -> "Backend":
@@ -83,18 +90,18 @@ class Backend:
                     level = logging.INFO if device.platform == "cpu" else logging.WARNING
                     logger.log(level, "attention runs on plain XLA: %s", error)
                     return REFERENCE
-                if dtype.name not in KERNEL_DTYPES[device.platform]:
+                if not backend.computes(dtype):
                     logger.warning("attention runs on plain XLA: the %s kernels do not take %s", device.platform, dtype)
                     return REFERENCE
                 return backend
             case "auto":
                 return REFERENCE
             case "cpu" if device.platform == "cpu":
-                if dtype.name not in KERNEL_DTYPES["cpu"]:
+                if not (backend := cls("cpu", host_chip())).computes(dtype):
                     raise NotImplementedError(
                         f"the cpu kernels do not take {dtype}: use the attention backend reference"
                     )
-                return cls("cpu", host_chip())
+                return backend
             case "tpu" | "gpu" if device.platform == name:
                 return cls(name, _chip(device))
             case "tpu" | "gpu":
@@ -110,6 +117,18 @@ class Backend:
 REFERENCE = Backend()
 
 
+def multiplies_bf16(device: "jax.Device") -> bool:
+    """Returns whether `device` multiplies matrices of bfloat16, which GPUs before Ampere convert to float32 before."""
+    capability = _compute_capability(device)
+    return capability is None or capability >= (8, 0)
+
+
+def _compute_capability(device: "jax.Device") -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA GPU. AMD's is a name such as gfx942, and other devices have none."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+
 def _chip(device: "jax.Device") -> Chip:
     """Returns the chip of `device`. A GPU outside the table is its generation's first, with its own number of SMs.
 
@@ -117,9 +136,7 @@ def _chip(device: "jax.Device") -> Chip:
     """
     if device.device_kind in {chip.device_kind for chip in CHIPS.values()}:
         return chip_of(device.device_kind)
-    # AMD's capability is a name such as gfx942.
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    capability = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    capability = _compute_capability(device)
     for chip in CHIPS.values():
         if isinstance(chip, GpuChip) and chip.compute_capability == capability:
             return replace(chip, device_kind=device.device_kind, num_sms=device.core_count)

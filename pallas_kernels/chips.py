@@ -44,7 +44,7 @@ class GpuChip:
     compute_capability: tuple[int, int]
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
-    bf16_flops: float  # FLOP/s
+    bf16_flops: float  # FLOP/s, with sums in float32; of float16 where it does not multiply bfloat16
     link_bandwidth: float  # bytes/s that it sends to the other GPUs of its machine
     num_sms: int
     clock_ghz: float  # boost
@@ -54,6 +54,30 @@ class GpuChip:
     shared_memory_per_sm: int  # bytes
     l2_bytes: int
     devices_per_chip: ClassVar[int] = 1
+
+    @property
+    def ptx_target(self) -> str:
+        """The name of its generation in PTX, such as sm_89.
+
+        From Hopper on, instructions that only one generation has (wgmma, tcgen05) need the suffix a: sm_90a.
+        """
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether its matrix units multiply bfloat16, as those of all but Turing do."""
+        return self.compute_capability >= (8, 0)
+
+    @property
+    def has_async_copies(self) -> bool:
+        """Whether threads copy into shared memory and go on (`cp.async`), as they do on all but Turing."""
+        return self.compute_capability >= (8, 0)
+
+    @property
+    def has_copy_engine(self) -> bool:
+        """Whether it copies tiles into shared memory by itself (TMA), and tells by a barrier when they are there."""
+        return self.compute_capability >= (9, 0)
 
     def ring_bandwidth(self, num_chips: int) -> float:
         """Returns the bytes/s that each GPU sends when they form a ring: a switch gives any number all of its links."""
@@ -157,41 +181,95 @@ _TPUS = (
     ),
 )  # fmt: skip
 
-# Rates: NVIDIA's data sheets of the SXM boards (L4: of its one board), halved where they are given with sparsity.
-# Links: half of NVLink's (L4: of PCIe 4.0's) bandwidth there, which is the sum of both directions.
-# Sizes, counts and clocks as the driver reports them: openxla/xla, xla/backends/gpu/target_config/specs (L4: the Ada
-# white paper, and the CUDA programming guide's table of compute capability 8.9).
+# Rates: NVIDIA's data sheets of the SXM boards, and of T4, A10, L4 and L40S, halved where they are given with sparsity.
+# GeForce: the appendices of the white papers on GA102, Ada and RTX Blackwell, "with FP32 accumulate", which has half of
+# the rate with sums in float16. RTX PRO 6000: four times the 126 TFLOPS of float32 of the Workstation Edition. The
+# Server Edition has a lower clock and memory of 1597 GB/s. GB10: NVIDIA publishes 1 PFLOP/s of FP4 with sparsity and
+# nothing else, of which bfloat16 is an eighth where sums in float32 are as fast as others. So that is a bound.
+# Links: half of NVLink's bandwidth there, which is the sum of both directions. The others have PCIe 3.0 (T4), 5.0 (RTX
+# 5090, RTX PRO 6000) or 4.0 with 16 lanes, and GB10 a network of 200 Gbit/s.
+# Sizes, counts and clocks as the driver reports them: openxla/xla, xla/backends/gpu/target_config/specs, deviceQuery,
+# and where there was neither the MiB that nvidia-smi shows. Shared memory and threads: the table of compute
+# capabilities in the CUDA programming guide. Clocks of boards that raise them further: the published boost.
+_HOPPER = {"fp32_lanes_per_sm": 128, "threads_per_sm": 2048, "shared_memory_per_block": 227 * KIB,
+           "shared_memory_per_sm": 228 * KIB}  # fmt: skip
+_AMPERE = _HOPPER | {"fp32_lanes_per_sm": 64, "shared_memory_per_block": 163 * KIB, "shared_memory_per_sm": 164 * KIB}
+_GRAPHICS = {"fp32_lanes_per_sm": 128, "threads_per_sm": 1536, "shared_memory_per_block": 99 * KIB,
+             "shared_memory_per_sm": 100 * KIB}  # fmt: skip
+# A device that is not in the table counts as the first one here of its compute capability.
 _GPUS = (
     GpuChip(
         name="h100", device_kind="NVIDIA H100 80GB HBM3", compute_capability=(9, 0), hbm_bytes=84_942_979_072,
         hbm_bandwidth=3352e9, bf16_flops=989e12, link_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
-        fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
-        shared_memory_per_sm=228 * KIB, l2_bytes=50 * MIB,
+        l2_bytes=50 * MIB, **_HOPPER,
     ),
     GpuChip(
         name="h200", device_kind="NVIDIA H200", compute_capability=(9, 0), hbm_bytes=151_397_597_184,
         hbm_bandwidth=4800e9, bf16_flops=989e12, link_bandwidth=450e9, num_sms=132, clock_ghz=1.98,
-        fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
-        shared_memory_per_sm=228 * KIB, l2_bytes=50 * MIB,
+        l2_bytes=50 * MIB, **_HOPPER,
     ),
     GpuChip(
         name="b200", device_kind="NVIDIA B200", compute_capability=(10, 0), hbm_bytes=191_514_411_008,
         hbm_bandwidth=7672e9, bf16_flops=2250e12, link_bandwidth=900e9, num_sms=148, clock_ghz=1.965,
-        fp32_lanes_per_sm=128, threads_per_sm=2048, shared_memory_per_block=227 * KIB,
-        shared_memory_per_sm=228 * KIB, l2_bytes=132_644_864,
+        l2_bytes=132_644_864, **_HOPPER,
     ),
     GpuChip(
         name="a100", device_kind="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), hbm_bytes=85_100_068_864,
         hbm_bandwidth=2039e9, bf16_flops=312e12, link_bandwidth=300e9, num_sms=108, clock_ghz=1.41,
-        fp32_lanes_per_sm=64, threads_per_sm=2048, shared_memory_per_block=163 * KIB,
-        shared_memory_per_sm=164 * KIB, l2_bytes=40 * MIB,
+        l2_bytes=40 * MIB, **_AMPERE,
     ),
-    # ECC takes a part of the 24 GB: nvidia-smi shows 23034 MiB.
+    GpuChip(
+        name="a100-40gb", device_kind="NVIDIA A100-SXM4-40GB", compute_capability=(8, 0), hbm_bytes=42_331_013_120,
+        hbm_bandwidth=1555e9, bf16_flops=312e12, link_bandwidth=300e9, num_sms=108, clock_ghz=1.41,
+        l2_bytes=40 * MIB, **_AMPERE,
+    ),
+    # ECC takes a part of the memory of A10, L4 and L40S: nvidia-smi shows 23034 of L4's 24 GB.
+    GpuChip(
+        name="a10", device_kind="NVIDIA A10", compute_capability=(8, 6), hbm_bytes=23_028 * MIB,
+        hbm_bandwidth=600e9, bf16_flops=125e12, link_bandwidth=32e9, num_sms=72, clock_ghz=1.695,
+        l2_bytes=6 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="rtx3090", device_kind="NVIDIA GeForce RTX 3090", compute_capability=(8, 6), hbm_bytes=24_268 * MIB,
+        hbm_bandwidth=936e9, bf16_flops=71e12, link_bandwidth=32e9, num_sms=82, clock_ghz=1.695,
+        l2_bytes=6 * MIB, **_GRAPHICS,
+    ),
     GpuChip(
         name="l4", device_kind="NVIDIA L4", compute_capability=(8, 9), hbm_bytes=23_034 * MIB,
         hbm_bandwidth=300e9, bf16_flops=121e12, link_bandwidth=32e9, num_sms=58, clock_ghz=2.04,
-        fp32_lanes_per_sm=128, threads_per_sm=1536, shared_memory_per_block=99 * KIB,
-        shared_memory_per_sm=100 * KIB, l2_bytes=48 * MIB,
+        l2_bytes=48 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="l40s", device_kind="NVIDIA L40S", compute_capability=(8, 9), hbm_bytes=46_068 * MIB,
+        hbm_bandwidth=864e9, bf16_flops=362e12, link_bandwidth=32e9, num_sms=142, clock_ghz=2.52,
+        l2_bytes=96 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="rtx4090", device_kind="NVIDIA GeForce RTX 4090", compute_capability=(8, 9), hbm_bytes=24_217 * MIB,
+        hbm_bandwidth=1008e9, bf16_flops=165.2e12, link_bandwidth=32e9, num_sms=128, clock_ghz=2.52,
+        l2_bytes=72 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="rtx5090", device_kind="NVIDIA GeForce RTX 5090", compute_capability=(12, 0), hbm_bytes=33_677_180_928,
+        hbm_bandwidth=1792e9, bf16_flops=209.5e12, link_bandwidth=64e9, num_sms=170, clock_ghz=2.407,
+        l2_bytes=96 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="pro6000", device_kind="NVIDIA RTX PRO 6000 Blackwell Workstation Edition", compute_capability=(12, 0),
+        hbm_bytes=97_887 * MIB, hbm_bandwidth=1792e9, bf16_flops=503.8e12, link_bandwidth=64e9, num_sms=188,
+        clock_ghz=2.617, l2_bytes=128 * MIB, **_GRAPHICS,
+    ),
+    # Its memory is that of the CPU, too: CUDA showed 121.6 of 128 GB.
+    GpuChip(
+        name="gb10", device_kind="NVIDIA GB10", compute_capability=(12, 1), hbm_bytes=130_596_048_896,
+        hbm_bandwidth=273e9, bf16_flops=125e12, link_bandwidth=25e9, num_sms=48, clock_ghz=2.52,
+        l2_bytes=24 * MIB, **_GRAPHICS,
+    ),
+    GpuChip(
+        name="t4", device_kind="Tesla T4", compute_capability=(7, 5), hbm_bytes=15_843_721_216,
+        hbm_bandwidth=320e9, bf16_flops=65e12, link_bandwidth=16e9, num_sms=40, clock_ghz=1.59,
+        l2_bytes=4 * MIB, fp32_lanes_per_sm=64, threads_per_sm=1024, shared_memory_per_block=64 * KIB,
+        shared_memory_per_sm=64 * KIB,
     ),
 )  # fmt: skip
 

@@ -10,10 +10,13 @@ subprocess.
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from pallas_kernels.chips import Chip, GpuChip, TpuChip
 from pallas_kernels.extras import install_command
@@ -51,8 +54,7 @@ def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Dev
     With several `hosts`, which must divide the second side of the slice or the number of GPUs, each has equally many.
 
     Arrays described as on them (`jax.ShapeDtypeStruct` with a sharding) make `jit(f).lower(...).compile()` compile for
-    the chip. Pallas GPU kernels also need `jax.sharding.use_abstract_mesh(mesh.abstract_mesh)` around the lowering, and
-    `jax.default_device` of such a device, or Mosaic GPU takes it for Hopper.
+    the chip. Programs with Pallas kernels for GPUs must be lowered within `lowering_for`.
 
     Raises ValueError for another count, and RuntimeError when this process cannot compile for the chip, because it has
     no compiler or compiles for another GPU already.
@@ -67,6 +69,17 @@ def compile_only_devices(chip: Chip, count: int, hosts: int = 1) -> list[jax.Dev
     devices = _tpu_devices(chip, count, hosts) if isinstance(chip, TpuChip) else _gpu_devices(chip, count, hosts)
     assert len(devices) >= count and devices[0].device_kind == chip.device_kind, devices
     return devices[:count]
+
+
+@contextmanager
+def lowering_for(mesh: Mesh) -> Iterator[None]:
+    """Makes jax lower programs for the devices of `mesh`, which exist for the compiler only.
+
+    Pallas asks the mesh which device it lowers for, and Mosaic GPU asks the default device for its generation: it took
+    all chips for Hopper otherwise, while ptxas made their programs for the generation that they are of.
+    """
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
+        yield
 
 
 def _is_installed(module: str) -> bool:
@@ -109,8 +122,7 @@ def _gpu_target_config(chip: GpuChip) -> str:
     XLA refuses an unknown field, but silently drops a field whose name it has retired, such as `dnn_version_info`.
     """
     major, minor = chip.compute_capability
-    # From Hopper on, instructions that only this generation has (wgmma, tcgen05) need the suffix a: sm_90a.
-    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    extension = "ACCELERATED_FEATURES" if chip.ptx_target.endswith("a") else "NONE"
     return f"""
         gpu_device_info {{
           cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}

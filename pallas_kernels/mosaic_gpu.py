@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
 from pallas_kernels.chips import KIB, GpuChip
 
+HOPPER = (9, 0)  # the compute capability of the only GPUs that have wgmma
 TILE = 64  # rows of one matrix instruction of a warpgroup
+WARP_ROWS = 16  # and of one of a warp
 LANES = 64  # columns that are moved together: at two bytes each, the 128 bytes of the widest swizzle
 SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 # The shared memory for barriers, for alignment, and for the compiler's own use.
@@ -26,7 +27,7 @@ def matrix_unit_of(chip: GpuChip) -> MatrixUnit:
 
     wgmma multiplies from shared memory, and only Hopper has it. mma multiplies from registers.
     """
-    return "wgmma" if chip.compute_capability == MOSAIC_GPU_CAPABILITY else "mma"
+    return "wgmma" if chip.compute_capability == HOPPER else "mma"
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, lanes: int = LANES) -> Any:

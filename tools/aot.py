@@ -21,11 +21,11 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.result_files import ROOT, machine, write_record
+from pallas_kernels.chips import CHIPS
 from tools.aot_outcome import HEADER, KINDS, Kind, Outcome
 from tools.kernel_resources import dump_environment
 
 AOT = ROOT / ".aot"
-CHIPS = ("v5e", "v5p", "v6e", "v7x", "h100", "h200", "b200", "a100", "l4")
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 # The time that a program may take, from tracing to the end of its compilation. A step with an EAGLE-3 head took 94 s
 # for v6e on two cores that ran the tests, too.

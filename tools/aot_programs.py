@@ -68,6 +68,7 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
+from pallas_kernels.ragged_paged_attention.layout import takes_warps
 from sharding.mesh import MeshShape
 from tools.aot_outcome import Kind
 
@@ -243,8 +244,25 @@ LATENT = StepModel(
 LATENT_FORMS = ("decode", "mixed")
 # The layers of Llama 3 70B, whose smallest matrix takes 128 MiB in 16 bits, 32 in int4, and 64 in FP8.
 QUANTIZED_FORMS = ("decode", "mixed")
-# The step is compiled with kernels on chips that have some, and with the reference on old GPUs and once on either kind.
-REFERENCE_STEP_CHIPS = ("a100", "l4", "h200", "v5e")
+# The step is compiled with kernels on chips that have some, and once of either kind with the reference.
+REFERENCE_STEP_CHIPS = ("h200", "v5e")
+# GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
+ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
+# Attention has three ways to copy on GPUs whose matrix units work for a warp, and on an A100 blocks of twice as many
+# tokens and no instruction for float8. The others are like one of these.
+ALL_OF_ATTENTION = ("h200", "b200", "t4", "a100", "l4", "pro6000")
+# The others have these, whose tiles depend on such numbers.
+SOME_PROGRAMS = (
+    "attention/decode-gqa/",
+    "attention/mixed-sinks/",
+    "experts/qwen3-30b-decode-64/",
+    "quantized/qwen3-8b-gate-up-int4-decode-16/",
+    "quantized/qwen3-8b-down-awq-decode-16/",
+    "states/qwen3-next-decode-64/",
+    "step/decode-int4/",
+)
+# Where matrix units work for a warp, few steps are compiled, for the kernels in them: what is around them is the same.
+FEW_STEPS = ("decode", "mixed", "sample")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 # In stages too, the forms whose layers run in a loop within another loop, where compilers might copy. Not of NARROW:
@@ -257,7 +275,7 @@ class Program:
     """Compiles for a mesh. Each device must update `in_place_bytes` in place and copy nothing of `copy_bytes` or more.
 
     A copy would be one of its temporaries or, on a TPU, an array in VMEM. None of its kernels for GPUs may spill
-    registers, unless it `may_spill`.
+    registers, unless it `may_spill`. One that `needs_kernel` must not be left to XLA.
     """
 
     name: str
@@ -266,20 +284,38 @@ class Program:
     copy_bytes: int
     compile: Callable[[Mesh], jax.stages.Compiled]
     may_spill: bool = False
+    needs_kernel: bool = False
+
+
+def dtype_for(backend: Backend) -> jnp.dtype:
+    """Returns the dtype of 16 bits that the chip multiplies."""
+    return DTYPE if backend.computes(DTYPE) else jnp.dtype(jnp.float16)
 
 
 def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
-    """Returns all programs of one kind that `chip` must compile."""
+    """Returns the programs of one kind that `chip` must compile: all, or some where another of its generation has all.
+
+    Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
+    """
+    every = _programs(chip, kind)
+    if isinstance(chip, TpuChip) or chip.name in (ALL_OF_ATTENTION if kind == "attention" else ALL_OF_GENERATION):
+        return every
+    return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
+
+
+def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
+    has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
+    has_all_steps = isinstance(chip, TpuChip) or not takes_warps(chip)
     if kind == "attention":
         return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
     if kind == "experts":
-        return () if backend == REFERENCE else tuple(_experts_program(case, backend) for case in EXPERTS_SERVING)
+        return tuple(_experts_program(case, backend) for case in EXPERTS_SERVING) if has_copy_engine else ()
     if kind == "quantized":
         found = (_quantized_program(case, backend) for case in QUANTIZED_SERVING)
         return tuple(program for program in found if program is not None)
     if kind == "states":
-        if backend == REFERENCE:
+        if not has_copy_engine:
             return ()
         # The kernel for GPUs takes no matrices wider than a page.
         scans = [case for case in SCAN_SERVING if backend.kind == "tpu" or case.state_size <= 128]
@@ -293,18 +329,17 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
         for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form in WIDE.forms
-        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS else []))
+        for form in (WIDE.forms if has_all_steps else FEW_STEPS)
+        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and has_all_steps else []))
     )
-    if backend != REFERENCE:
-        # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
-        quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
-        wide += tuple(
-            _step_program(WIDE, form, backend, MeshShape(1, 1), quantization)
-            for quantization in quantizations
-            for form in QUANTIZED_FORMS
-        )
-    if backend != REFERENCE:
+    # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
+    quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
+    wide += tuple(
+        _step_program(WIDE, form, backend, MeshShape(1, 1), quantization)
+        for quantization in quantizations
+        for form in QUANTIZED_FORMS
+    )
+    if has_all_steps:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
@@ -313,30 +348,37 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:
-    backend = backend_for(case.head_size, backend, case.latent_size)
+    dtype, backend = dtype_for(backend), backend_for(case.head_size, backend, case.latent_size)
 
     def pool(num_pages: int) -> AbstractPages:
         sizes = LAYERS, num_pages, case.page_size, case.num_kv_heads, case.head_size
-        return kv_pages_struct(*sizes, DTYPE, backend, case.latent_size, case.quantization)
+        return kv_pages_struct(*sizes, dtype, backend, case.latent_size, case.quantization)
 
-    # Scales of latents are a small part of their pages, and even all of them must not fit the VMEM of a TPU.
-    pool_bytes = 12 * POOL_BYTES if case.by_token and case.latent_size else POOL_BYTES
+    # Scales are a small part of their pages. Those of latents must not fit the VMEM of a TPU, even all of them, and
+    # others must be more than a prompt's queries and outputs.
+    pool_bytes = POOL_BYTES * ((12 if case.latent_size else 2) if case.by_token else 1)
     pages = pool(pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
-        return _compile_attention(case, pages, backend, mesh)
+        return _compile_attention(case, pages, backend, dtype, mesh)
 
     # A copy of one layer's pages is half the pool; 8192 tokens of 64 heads are an eighth of it, in float32 a quarter.
     name, (codes, *scales) = f"attention/{case.name}/{backend.kind}", map(_num_bytes, jax.tree.leaves(pages))
     # Scales of tokens are few, and of all layers they are more than activations.
     copy_bytes = min(codes // LAYERS, *scales, codes)
-    # Heads of 128 in codes, and latents, keep all of their registers on Hopper. docs/kernels.md says what others spill.
-    is_hopper = isinstance(backend.chip, GpuChip) and matrix_unit_of(backend.chip) == "wgmma"
-    keeps_all = is_hopper and (case.latent_size or (case.kv_dtype and case.head_size == 128))
+    # Heads of 128 in codes, and latents, keep all of their registers on Hopper, and all do on GPUs whose matrix units
+    # work for a warp. docs/kernels.md says what others spill.
+    keeps_all = False
+    if isinstance(backend.chip, GpuChip):
+        keeps_on_hopper = case.latent_size or (case.kv_dtype and case.head_size == 128)
+        is_hopper = matrix_unit_of(backend.chip) == "wgmma"
+        keeps_all = takes_warps(backend.chip) or bool(is_hopper and keeps_on_hopper)
     return Program(name, MeshShape(1, 1), _num_bytes(pages), copy_bytes, compile_for, may_spill=not keeps_all)
 
 
-def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend, mesh: Mesh) -> jax.stages.Compiled:
+def _compile_attention(
+    case: RaggedCase, pages: AbstractPages, backend: Backend, dtype: jnp.dtype, mesh: Mesh
+) -> jax.stages.Compiled:
     """Compiles a scan over layers like the decoder's. Each layer attends with the output of the one before it."""
     T, R, H, K, D = case.num_tokens, len(case.rows), case.num_heads, case.num_kv_heads, case.head_size
 
@@ -353,7 +395,7 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
         kv_scales: jax.Array | None,
     ) -> tuple[jax.Array, KVPages]:
         rows = RaggedRows.build(page_table, starts, lengths, T)
-        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=DTYPE, backend=backend, latent_size=case.latent_size)
+        plan = plan_rows(rows, kv_pages, num_heads=H, dtype=dtype, backend=backend, latent_size=case.latent_size)
 
         def layer(carry: tuple[jax.Array, KVPages], xs: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
             # A model may have windows in some layers only, so the window is a scalar on the device.
@@ -387,9 +429,9 @@ def _compile_attention(case: RaggedCase, pages: AbstractPages, backend: Backend,
 
     i32, f32 = jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
     lowered = jax.jit(attend, donate_argnums=3).lower(
-        on_device((T, H, D), DTYPE),
-        on_device((T, K, D), DTYPE),
-        None if case.latent_size else on_device((T, K, D), DTYPE),
+        on_device((T, H, D), dtype),
+        on_device((T, K, D), dtype),
+        None if case.latent_size else on_device((T, K, D), dtype),
         jax.tree.map(lambda x: on_device(x.shape, x.dtype), pages),
         on_device((R, case.max_pages), i32),
         on_device((R,), i32),
@@ -436,11 +478,13 @@ def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
     if form is None or not form.reads_stacks:
         return None
 
+    dtype = dtype_for(backend)
+
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         everywhere = NamedSharding(mesh, PartitionSpec())
 
         def on_device(decl: ParamDecl) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((LAYERS, *decl.shape), decl.dtype_in(DTYPE), sharding=everywhere)
+            return jax.ShapeDtypeStruct((LAYERS, *decl.shape), decl.dtype_in(dtype), sharding=everywhere)
 
         def run(x: jax.Array, stack: Matrix) -> jax.Array:
             def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
@@ -450,13 +494,13 @@ def _quantized_program(case: QuantizedCase, backend: Backend) -> Program | None:
 
         matrix = ParamDecl((case.size_out, case.size_in), (None, None), "ones")
         stack = form.wrapped({name: on_device(decl) for name, decl in form.declare(matrix).items()})
-        x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), DTYPE, sharding=everywhere)
+        x = jax.ShapeDtypeStruct((case.num_rows, case.size_in), dtype, sharding=everywhere)
         return jax.jit(run).lower(x, stack).compile()
 
     # Nothing else than rows of activations: those that come, in the order of the codes, and those that go.
     activations = case.num_rows * 2 * (case.size_in + case.size_out) * DTYPE.itemsize
     name = f"quantized/{case.name}/{backend.kind}"
-    return Program(name, MeshShape(1, 1), 0, case.num_bytes + activations, compile_for)
+    return Program(name, MeshShape(1, 1), 0, case.num_bytes + activations, compile_for, needs_kernel=True)
 
 
 def _delta_program(case: DeltaCase, backend: Backend) -> Program:
@@ -471,7 +515,10 @@ def _scan_program(case: ScanCase, backend: Backend) -> Program:
     scan = SelectiveScan(case.num_heads, case.head_size, case.state_size)
     memory = StateMemory(case.num_groups, RecurrentRule(CausalConv(scan.channels, CONV_SIZE, has_bias=True), scan))
     weights, gates = {"bias": (scan.channels,), "skip": (scan.num_heads,)}, {"g": (scan.num_heads,)}
-    return _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+    program = _states_program(case, memory, weights, gates | {"dt": gates["g"]}, backend)
+    # Where one group has all heads (Granite 4), ptxas spills 400 bytes for RTX PRO 6000, and none for H200.
+    on_desk = isinstance(backend.chip, GpuChip) and backend.chip.compute_capability >= (12, 0)
+    return replace(program, may_spill=on_desk)
 
 
 def _channel_program(case: ChannelCase, backend: Backend) -> Program:
@@ -543,20 +590,20 @@ def _states_program(
 def _step_program(
     model: StepModel, form: str, backend: Backend, mesh: MeshShape, quantization: str | None = None
 ) -> Program:
-    page_size, spec = 16, model.spec
+    page_size, spec, dtype = 16, model.spec, dtype_for(backend)
     max_pages = spec.max_position // page_size
-    shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=DTYPE, step_tokens=model.mixed_tokens)
+    shape = CacheShape(1, page_size, num_slots=64, max_pages=max_pages, dtype=dtype, step_tokens=model.mixed_tokens)
     shape = replace(shape, has_drafts=True)
 
     def pool(num_pages: int) -> AbstractPages:
         memory = spec.layers[0].shard(mesh.model).memory
-        return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, DTYPE, backend)
+        return memory.pages(spec.num_layers // mesh.stages, num_pages, page_size, dtype, backend)
 
     shape = replace(shape, num_pages=model.pool_bytes // _num_bytes(pool(1)))
 
     def compile_for(mesh: Mesh) -> jax.stages.Compiled:
         forms = Forms.chosen(quantization, backend, may_turn=False, shards=mesh.size)
-        params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
+        params = abstract_params(spec, dtype, "stacked", mesh, forms)
         pages = shape.pages(spec, backend, mesh)
         proposer = NgramProposer(SPECULATION.prompt_lookup_min, SPECULATION.prompt_lookup_max)
         return model.forms[form](StepCompiler(params, pages, spec, shape, backend, mesh, proposer=proposer))
@@ -565,7 +612,10 @@ def _step_program(
     name = f"step/{form}{model.suffix}{of_codes}/{backend.kind}{f'/{mesh}' if mesh.num_devices > 1 else ''}"
     pages_bytes, state = _num_bytes(pool(shape.num_pages)), state_bytes(shape.sizes(spec))
     copy_bytes = min(model.smallest_matrix_bytes // mesh.model, pages_bytes * mesh.stages // spec.num_layers)
-    if quantization is not None:  # the smallest matrix has a quarter of these bytes, beside activations of 50 MiB
+    # The smallest matrix in int4 has a quarter of these bytes, beside activations of 50 MiB in a mixed step. Before
+    # Hopper XLA turns products, and they are 74 MiB; a matrix in 16 bits would be found there all the same.
+    turns = isinstance(backend.chip, GpuChip) and not backend.chip.has_copy_engine
+    if quantization is not None and not (turns and form == "mixed"):
         copy_bytes //= 2
     return Program(name, mesh, state if form == "sample" else state + pages_bytes, copy_bytes, compile_for)
 

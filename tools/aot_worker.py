@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 
 import jax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.sharding import Mesh
 
 from jaxvllm.planner.hlo import largest_vmem_array
-from pallas_kernels.chips import chip_named
-from pallas_kernels.deviceless import compile_only_devices
+from pallas_kernels.chips import GpuChip, chip_named, chip_of
+from pallas_kernels.deviceless import compile_only_devices, lowering_for
 from sharding.placement import make_mesh
 from tools.aot_outcome import KINDS, Outcome
 from tools.aot_programs import Program, programs
@@ -54,9 +55,8 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     """Compiles the program and returns its outcome, which may be an exception."""
     start = time.monotonic()
     try:
-        # Pallas learns from the mesh which GPU it compiles for, and Mosaic GPU from the default device of which
-        # generation it is. It would lower for Hopper otherwise.
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_device(mesh.devices.flat[0]):
+        with lowering_for(mesh):
+            _check_generation(mesh.devices.flat[0])
             compiled = program.compile(mesh)
     except NotImplementedError as error:
         return Outcome(program.name, "refused", time.monotonic() - start, _first_line(error))
@@ -69,10 +69,17 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     assert memory is not None and hlo is not None, "every compiler of ours tells"
     kernels = read_resources(dumps, hlo)
     spilling = next((kernel for kernel in kernels if kernel.spills_on_gpu), None)
+    chip = chip_of(mesh.devices.flat[0].device_kind)
+    target = chip.ptx_target if isinstance(chip, GpuChip) else None
+    of_another = next((kernel for kernel in kernels if kernel.ptx_target != target), None)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     vmem_array_bytes, vmem_array = largest_vmem_array(hlo) if on_tpu else (0, "")
     message = ""
-    if memory.alias_size_in_bytes < program.in_place_bytes:
+    if of_another is not None:
+        message = f"{of_another.name} was compiled for {of_another.ptx_target}, and the chip is {target}"
+    elif program.needs_kernel and not kernels:
+        message = "no kernel of ours is in it"
+    elif memory.alias_size_in_bytes < program.in_place_bytes:
         message = f"{program.in_place_bytes} bytes of pages and state are not updated in place"
     elif memory.temp_size_in_bytes >= program.copy_bytes:
         message = f"temporaries reach {program.copy_bytes} bytes: pages or a weight are copied"
@@ -90,6 +97,14 @@ def compile_program(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
         vmem_array_bytes,
         kernels,
     )
+
+
+def _check_generation(device: jax.Device) -> None:
+    """Raises AssertionError where Mosaic GPU would lower kernels for another generation than that of the device."""
+    chip = chip_of(device.device_kind)
+    if isinstance(chip, GpuChip):
+        arch = mgpu.utils.get_arch()
+        assert (arch.major, arch.minor) == chip.compute_capability, f"Mosaic GPU lowers for {arch}, not for {chip.name}"
 
 
 def _first_line(error: Exception) -> str:

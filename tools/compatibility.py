@@ -51,7 +51,7 @@ NAMES = ("demo", "gpt-6-astra", "gpt-3.5-turbo-instruct", "claude-opus-5-5", "mo
 
 @dataclass(frozen=True)
 class Outcomes:
-    """How the tests of a suite ended. The same test of several clients (sync, async, strict, loose) is one name."""
+    """Tells how the tests of a suite ended. A test of several clients (sync, async, strict, loose) is one name."""
 
     num_passed: int
     num_failed: int

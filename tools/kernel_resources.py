@@ -23,6 +23,7 @@ class KernelResources:
     shared_memory_bytes: int | None = None  # beside barriers
     registers: int | None = None  # of a thread
     spill_bytes: int | None = None  # of all spilled vector registers, on a GPU of one thread
+    ptx_target: str | None = None  # the generation of GPUs that ptxas compiled for
 
     @property
     def spills_on_gpu(self) -> bool:
@@ -68,6 +69,7 @@ def _gpu_kernels(directory: Path) -> Iterator[KernelResources]:
             shared_memory_bytes=_number(r"smem_scratch_bytes=(\d+)", resources.read_text()),
             registers=_number(r"Used (\d+) registers", report),
             spill_bytes=_number(r"(\d+) bytes spill stores", report),
+            ptx_target=target[1] if (target := re.search(r"for '(sm_\w+)'", report)) else None,
         )
 
 

@@ -37,6 +37,8 @@ class FirstTokenClock:
 def load(directory: str, threads: int, dtype: str) -> Any:
     torch.set_num_threads(threads)
     torch.set_default_device(DEVICE)
+    if dtype == "auto":
+        dtype = "bfloat16" if DEVICE != "cuda" or torch.cuda.get_device_capability() >= (8, 0) else "float16"
     options = {"dtype": getattr(torch, dtype), "attn_implementation": ATTENTION}
     if any(Path(directory).glob("*.safetensors")):
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)

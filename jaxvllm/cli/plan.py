@@ -12,6 +12,7 @@ from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.value_checks import MAX_INT32
 from jaxvllm.model_name import local_gguf
+from pallas_kernels.chips import CHIPS
 
 REQUEST_TOKENS = 4096
 CONTEXT = 2048
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=ENGINE_EPILOG,
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--device", required=True, help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu")
+    parser.add_argument("--device", required=True, help=f"{', '.join(CHIPS)} or cpu")
     parser.add_argument(
         "--request-tokens",
         type=whole(1, MAX_INT32),

@@ -14,6 +14,7 @@ from jaxvllm.cli.flags import add_flags, given, real, seed_number, with_model
 from jaxvllm.cli.parser import ENGINE_EPILOG, Parser
 from jaxvllm.config import EngineConfig
 from jaxvllm.model_name import local_gguf
+from pallas_kernels.chips import CHIPS
 
 if TYPE_CHECKING:
     from jaxvllm.planner.deployment import Deployment
@@ -75,9 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 def add_deployment_flags(parser: argparse.ArgumentParser, has_pools: bool = True) -> None:
     """Adds the flags that say which devices there are, how quick they are, and how they are divided into pools."""
     group = parser.add_argument_group("devices")
-    group.add_argument(
-        "--device", help="v5e, v5p, v6e, v7x, h100, h200, b200, a100, l4 or cpu (default: that of --table)"
-    )
+    group.add_argument("--device", help=f"{', '.join(CHIPS)} or cpu (default: that of --table)")
     group.add_argument("--table", type=Path, metavar="FILE.json", help="step times that bench steps wrote")
     group.add_argument(
         "--efficiency",

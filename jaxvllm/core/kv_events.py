@@ -36,9 +36,9 @@ class BlockStored(KVEvent, frozen=True):
     block_size: int  # tokens in a page
     lora_id: int | None  # an older way of saying `lora_name`
     medium: str | None
-    lora_name: str | None
-    # What hashes depend on beside tokens: the cache_salt, which is told of the first page of a prompt alone, and the
-    # keys of side inputs, in hexadecimal digits.
+    lora_name: str | None  # the name of the adapter that computed the pages
+    # What hashes depend on beside tokens: the salt, which is told of the first page of a prompt alone, and the keys of
+    # side inputs, in hexadecimal digits. The salt is the cache_salt, or that of an adapter (`lora.salted`).
     extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None  # of the layers; group 0 sees most
     kv_cache_spec_kind: str | None = None
@@ -116,7 +116,7 @@ class KVEventLog:
                 block_size=page_size,
                 lora_id=None,
                 medium=DEVICE_MEDIUM,
-                lora_name=None,
+                lora_name=None if request.adapter is None else request.adapter.name,
                 extra_keys=_extra_keys(request.asked.prompt, page_size, first, end),
                 group_idx=group,
                 kv_cache_spec_kind=kind,

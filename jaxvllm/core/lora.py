@@ -31,6 +31,10 @@ class LoRARequest:
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id must be an integer from 1 on, not {self.lora_int_id!r}")
 
+    def routing_salt(self, given: str | None) -> str:
+        """Returns a salt for the names of pages, where nobody has read the adapter: it is as good as its number."""
+        return salted(str(self.lora_int_id), given)
+
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
@@ -40,15 +44,37 @@ class LoraAdapter:
     # Of all that was read. Two adapters with equal digests compute alike, and one that was changed on disk has another.
     digest: bytes
     arrays: Any  # a tree of arrays of NumPy
+    has_magnitudes: bool = False  # of rows of the changed matrices (DoRA), which depend on the weights of the model
 
     def salt(self, given: str | None) -> str:
         """Returns the salt of prompts whose keys and values it changes, which have the salt `given`."""
-        return f"lora:{self.digest.hex()}:{given or ''}"
+        return salted(self.digest.hex(), given)
+
+
+def salted(adapter: str, given: str | None) -> str:
+    """Returns the salt of prompts with an adapter, which `adapter` stands for."""
+    return f"lora:{adapter}:{given or ''}"
+
+
+def adapter_in(salt: str) -> str | None:
+    """Returns what stands for the adapter in the salt of a prompt, or None where it has no adapter."""
+    kind, *others = salt.split(":")
+    return others[0] if kind == "lora" and len(others) > 1 else None
 
 
 def salt_without_adapter(given: str | None) -> str | None:
-    """Returns the salt of a prompt without an adapter: one that no caller can make equal to that of an adapter."""
-    return None if given is None else f"base:{given}"
+    """Returns the salt of a prompt without an adapter: one that no caller can make equal to that of an adapter.
+
+    Usual ones stay as they are, and so do the names of their pages, which gateways may work out themselves.
+    """
+    return f"base:{given}" if given is not None and given.startswith(("lora:", "base:")) else given
+
+
+def given_salt(salt: str | None) -> str | None:
+    """Returns the salt that a caller has given to a prompt that has this one, with or without an adapter."""
+    if salt is None or adapter_in(salt) is None:
+        return None if salt is None else salt.removeprefix("base:")
+    return salt.split(":", 2)[2] or None
 
 
 class LoraSlots:
@@ -66,9 +92,9 @@ class LoraSlots:
         """The adapters of running requests, by their ids."""
         return self._held
 
-    def can_take(self, adapter: LoraAdapter | None) -> bool:
+    def can_take(self, adapter: LoraAdapter) -> bool:
         """Returns whether a request with this adapter could run now."""
-        if adapter is None or adapter.digest in self._slots or self._free:
+        if adapter.digest in self._slots or self._free:
             return True
         return len(self._in_use()) < self.num_slots
 

@@ -1,5 +1,6 @@
 """`Prefills`: the prompts that a step computes, first of running requests, then of those that get a slot."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,30 @@ class StepPrompts:
     chunks: list[Chunk] = field(default_factory=list)
     opened: list[Opened] = field(default_factory=list)  # by the chunks of requests that run already
     admissions: list[Admission] = field(default_factory=list)
+
+
+@dataclass
+class _AdapterTurns:
+    """Decides which adapters may get more requests in one step, while others wait for a slot.
+
+    Requests whose adapter has a slot pass those whose adapter has none, so that the devices have work. Without a limit
+    a steady stream of them would keep the slot. So only those pass that are among the next `most_passing` to arrive
+    after the first one that waits: then slots empty, and it gets one.
+    """
+
+    slots: LoraSlots
+    most_passing: int
+    closed: set[bytes] = field(default_factory=set)  # the digests of adapters that get no more requests
+    last_arrival: float = math.inf  # of the requests that may pass
+
+    def may_begin(self, request: Request) -> bool:
+        """Returns whether this request, the next in the queue's order, may run as far as its adapter is concerned."""
+        adapter, arrival = request.adapter, request.key.arrival
+        if adapter is None or (self.slots.can_take(adapter) and arrival <= self.last_arrival):
+            return True
+        self.closed.add(adapter.digest)
+        self.last_arrival = min(self.last_arrival, arrival + self.most_passing)
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +140,23 @@ class Prefills:
         if self.running and not self.policy.joins_running:
             return
         postponed: list[Queued] = []
+        turns = _AdapterTurns(self.lora_slots, self.slots.num_slots)
         # No more are looked past than there are slots: thousands may wait for one new system prompt.
-        while budget > 0 and len(postponed) < self.slots.num_slots and (queued := self.queue.next) is not None:
+        while budget > 0 and len(postponed) < self.slots.num_slots:
+            if (queued := self.queue.first(turns.closed)) is None:
+                break
             # Requests that wait for their pages have rows, or these would be gone again before their turn.
             num_rows = self._num_rows_left(room) - len(self.shared.loads)
             if num_rows <= 0:
                 break
             request = queued.request
+            if not turns.may_begin(request):
+                continue
             prefix = self.shared.prefix(request)
             has_no_room = request.wants_wide_scores and not self._score_room(chosen.chunks)
-            # Requests whose adapter has no slot wait for one, and those after them do not wait for these.
-            has_no_room |= not self.lora_slots.can_take(request.adapter)
             if has_no_room or self._waits_for_others(request, prefix):
-                postponed.append(self.queue.pop())
+                self.queue.pop(queued)
+                postponed.append(queued)
                 continue
             # A prompt has room for all of it at once, so a chunk never waits for pages that a younger one holds.
             target = request.limit - 1 if self.policy.reserves_limit else request.num_tokens
@@ -140,7 +169,7 @@ class Prefills:
             sides = [side for side in request.asked.prompt.side_inputs if side.end > num_cached]
             if not self.side_store.can_take(sides):
                 break
-            self.queue.pop()
+            self.queue.pop(queued)
             if self.shared.begin_load(request, prefix):
                 self.queue.set_aside(queued)
                 continue

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from jaxvllm.core.kv_events import AllBlocksCleared, AnyKVEvent, BlockRemoved, BlockStored, KVEventBatch
+from jaxvllm.core.lora import adapter_in, salted
 
 _decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
@@ -22,6 +23,7 @@ class PrefixIndex:
             raise ValueError(f"max_pages must be at least 1, not {max_pages}")
         self._max_pages = max_pages
         self._pages: dict[str, OrderedDict[int, None]] = {}  # by replica; the key that was stored last is the last
+        self._adapters: dict[str, dict[str, str]] = {}  # by name and replica, what stands for them in salts
         self.page_size: int | None = None  # tokens, the same in all replicas; None: no event has told it
 
     def num_cached(self, replica: str, keys: Iterable[int]) -> int:
@@ -33,6 +35,14 @@ class PrefixIndex:
                 break
             count += 1
         return count
+
+    def salt(self, replica: str, model: str | None, given: str | None) -> str | None:
+        """Returns the salt that prompts for `model` have on `replica`, of those that have the salt `given`.
+
+        Raises KeyError for an adapter of which `replica` has told no page, and others have.
+        """
+        adapters = None if model is None else self._adapters.get(model)
+        return given if adapters is None else salted(adapters[replica], given)
 
     def num_pages(self, replica: str) -> int:
         """Returns how many pages `replica` is known to have."""
@@ -49,9 +59,16 @@ class PrefixIndex:
             case BlockStored() if not event.group_idx:
                 self.page_size = event.block_size
                 self.store(replica, event.block_hashes)
+                self._note_adapter(replica, event)
             case BlockRemoved() if not event.group_idx:
                 for key in event.block_hashes if replica in self._pages else ():
                     self._pages[replica].pop(key, None)
+
+    def _note_adapter(self, replica: str, event: BlockStored) -> None:
+        first = event.extra_keys[0] if event.extra_keys else None
+        if event.lora_name is not None and event.parent_block_hash is None and first:
+            if (adapter := adapter_in(first[0])) is not None:
+                self._adapters.setdefault(event.lora_name, {})[replica] = adapter
 
     def store(self, replica: str, keys: Sequence[int]) -> None:
         """Takes note that `replica` has pages with these keys."""

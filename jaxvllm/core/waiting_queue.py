@@ -1,8 +1,10 @@
 """The queue of requests that wait for a slot and pages, in the order in which they run."""
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 
@@ -21,12 +23,14 @@ class Queued:
 class WaitingQueue:
     """Requests that wait, by their keys. One that has ended while it waited is skipped when its turn comes.
 
-    A request whose pages are being loaded waits too, beside the queue: it is `set_aside`, and `brought_back`. While the
-    queue `holds` new requests, only those have a turn that have run before.
+    Each adapter has a lane of its own, because all of its requests wait together where it has no slot, and nobody looks
+    at each of them then. A request whose pages are being loaded waits too, beside the queue: it is `set_aside`, and
+    `brought_back`. While the queue `holds` new requests, only those have a turn that have run before.
     """
 
     def __init__(self) -> None:
-        self._heap: list[Queued] = []  # keys are unique
+        # A heap for each adapter, by its digest; None: for requests without one. Keys are unique.
+        self._lanes: dict[bytes | None, list[Queued]] = {}
         self._waiting: dict[str, Request] = {}
         self._aside: dict[str, Queued] = {}  # by id
         self._holds = False
@@ -44,7 +48,9 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         """Yields the requests that wait in the queue itself, in no order but that the first is the next."""
-        return (one.request for one in self._heap if self._is_open(one))
+        self._drop_ended()
+        lanes = sorted(self._lanes.values(), key=itemgetter(0))
+        return (one.request for one in chain.from_iterable(lanes) if self._is_open(one))
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -65,8 +71,8 @@ class WaitingQueue:
     def hold(self, holds: bool) -> None:
         """Holds requests that have never run, or, with False, gives all of them their turns again."""
         self._holds = holds
-        entries = [one for one in (*self._heap, *self._held) if self._is_open(one)]
-        self._heap, self._held = [], []
+        entries = [one for one in (*chain.from_iterable(self._lanes.values()), *self._held) if self._is_open(one)]
+        self._lanes, self._held = {}, []
         for one in entries:
             self.put_back(one)
 
@@ -78,20 +84,32 @@ class WaitingQueue:
     @property
     def next(self) -> Queued | None:
         """The request whose turn it is, which stays in the queue."""
-        while self._heap and not self._is_open(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        return self.first(())
 
-    def pop(self) -> Queued:
-        """Takes the first request out of the queue. It still waits until it is `admitted`, or comes back."""
-        return heapq.heappop(self._heap)
+    def first(self, closed: Collection[bytes]) -> Queued | None:
+        """Returns the request whose turn it is but for those with the adapters `closed`. It stays in the queue."""
+        self._drop_ended()
+        return min((lane[0] for digest, lane in self._lanes.items() if digest not in closed), default=None)
+
+    def _drop_ended(self) -> None:
+        """Sees to it that every lane begins with a request that still waits."""
+        for digest, lane in [*self._lanes.items()]:
+            while lane and not self._is_open(lane[0]):
+                heapq.heappop(lane)
+            if not lane:
+                del self._lanes[digest]
+
+    def pop(self, queued: Queued) -> None:
+        """Takes out what `first` has returned. It still waits until it is `admitted`, or comes back."""
+        first = heapq.heappop(self._lanes[_lane(queued)])
+        assert first is queued, "another request of its lane has its turn before"
 
     def put_back(self, queued: Queued) -> None:
         """Puts back a request that was popped."""
         if self._holds and not queued.request.num_preemptions:
             self._held.append(queued)
         else:
-            heapq.heappush(self._heap, queued)
+            heapq.heappush(self._lanes.setdefault(_lane(queued), []), queued)
 
     def set_aside(self, queued: Queued) -> None:
         """Lets a request that was popped wait beside the queue."""
@@ -125,9 +143,15 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Asserts that the queue agrees with itself. For tests."""
-        queued = {one.request.request_id for one in (*self._heap, *self._held)} | self._aside.keys()
+        in_lanes = chain.from_iterable(self._lanes.values())
+        queued = {one.request.request_id for one in (*in_lanes, *self._held)} | self._aside.keys()
         assert self._holds or not self._held, "a request is held, and the queue holds none"
         assert self._aside.keys() <= self._waiting.keys(), "a request that has ended is loaded"
         tokens = sum(request.num_tokens for request in self._waiting.values())
         assert self.num_tokens == tokens, "the tokens that wait are miscounted"
         assert self._waiting.keys() <= queued, "a waiting request is not in the queue"
+
+
+def _lane(queued: Queued) -> bytes | None:
+    adapter = queued.request.adapter
+    return None if adapter is None else adapter.digest

@@ -64,7 +64,7 @@ from jaxvllm.runtime.stored_programs import StoredPrograms
 from jaxvllm.text.generation_config import GenerationDefaults, eos_token_ids, generation_config_file
 from jaxvllm.text.reasoning import FORMATS
 from jaxvllm.text.tokenizer import Tokenizer
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import Backend, multiplies_bf16
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
@@ -138,7 +138,7 @@ def build(
     if device.platform == "cpu":
         keep_temporaries()
     directory = resolve(config.model)
-    resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform)
+    resolved = ResolvedConfig.of(config, checkpoint.read_config(directory), device.platform, multiplies_bf16(device))
     spec = resolved.spec
     _log_costs(Spread.on(spec, meshes[0]))
     backend = Backend.of_device(config.attention_backend, device, resolved.dtype)
@@ -258,7 +258,7 @@ def build(
         text = "%d pages of %d tokens for %d layers that %s"
         logger.info(text, size.num_pages - 1, config.page_size, len(group.layers), does)
         if group.memory.backend(backend) != backend:
-            logger.info("the %s kernels have no heads of the size of these layers: plain XLA attends", backend.kind)
+            logger.info("the %s kernels are not for these layers on this device: plain XLA attends", backend.kind)
     logger.info("%d buckets", len(ladder.buckets))
     logger.info("memory of each device, in MiB:\n%s", holders[0].memory_use().table())
 
@@ -279,8 +279,15 @@ def build(
 
     def read_adapter(directory: Path, name: str) -> LoraAdapter:
         assert lora is not None, "there is no room for adapters"
-        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype)
-        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules))
+        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype, lora.outside)
+        if found.has_magnitudes and (config.mesh_shape.stages > 1 or hosts.count > 1):
+            raise NotImplementedError(f"{name} is an adapter of DoRA, which works on one host and without stages only")
+        if found.has_magnitudes and not all(form.tells_columns for form in held.own.values()):
+            raise NotImplementedError(
+                f"{name} is an adapter of DoRA, which needs the norms of the model's rows, and this checkpoint rounds "
+                "tokens with scales that it stores: serve one in 16 bits, or in FP8 with dynamic scales"
+            )
+        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules), found.has_magnitudes)
 
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
@@ -388,7 +395,7 @@ def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -
     """Makes room for adapters, if the user wants any."""
     if not config.enable_lora:
         return None
-    places = config.mesh_shape.model, resolved.layout, resolved.dtype
+    places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
     return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
 

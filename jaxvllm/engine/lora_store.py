@@ -9,13 +9,17 @@ from jaxvllm.core.lora import LoraAdapter, LoRARequest
 
 
 class LoraStore:
-    """Keeps the `num_kept` adapters that were asked for last. A request that is under way keeps its own as well."""
+    """Keeps the `num_kept` adapters that were asked for last. A request that is under way keeps its own as well.
+
+    An id stands for the content that was read first. One that is read again must have it still: a user who has changed
+    the files would otherwise get the old adapter or the new one, whichever was in memory.
+    """
 
     def __init__(self, read: Callable[[Path, str], LoraAdapter], num_kept: int):
         """Begins without adapters. `read` reads one from a directory, and raises ValueError for a wrong one."""
         self._read = read
         self._num_kept = num_kept
-        self._requests: dict[int, LoRARequest] = {}  # the first with each id
+        self._first: dict[int, tuple[LoRARequest, bytes]] = {}  # by id, with the digest
         self._kept: OrderedDict[int, LoraAdapter] = OrderedDict()  # by id, least recently used first
 
     def get(self, request: LoRARequest) -> LoraAdapter:
@@ -24,7 +28,7 @@ class LoraStore:
         Raises ValueError for one that cannot be read, and for an id that stands for another adapter. Then nothing has
         changed.
         """
-        known = self._requests.get(request.lora_int_id, request)
+        known, digest = self._first.get(request.lora_int_id, (request, None))
         if known != request:
             raise ParameterError(
                 f"lora_int_id {request.lora_int_id} is that of {known.lora_name!r}, from {known.lora_path}: "
@@ -39,7 +43,13 @@ class LoraStore:
                 # The client of a server knows the name and not the path.
                 text = str(error).replace(request.lora_path, request.lora_name)
                 raise ParameterError(f"the adapter {request.lora_name!r}: {text}", "lora_request") from error
-        self._requests[request.lora_int_id] = request
+        if adapter.digest != (digest or adapter.digest):
+            raise ParameterError(
+                f"the files of the adapter {request.lora_name!r} have changed since lora_int_id "
+                f"{request.lora_int_id} named them: give another, or on a server load it with load_inplace",
+                "lora_request",
+            )
+        self._first[request.lora_int_id] = request, adapter.digest
         self._kept[request.lora_int_id] = adapter
         self._kept.move_to_end(request.lora_int_id)
         while len(self._kept) > self._num_kept:
@@ -48,5 +58,5 @@ class LoraStore:
 
     def forget(self, number: int) -> None:
         """Forgets the adapter with this id, if there is one, and whose id it was."""
-        self._requests.pop(number, None)
+        self._first.pop(number, None)
         self._kept.pop(number, None)

@@ -1,5 +1,6 @@
 """`ResolvedConfig`: an engine's settings once its model and platform have filled in what its config leaves open."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +28,8 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.cpu.host import kernels_multiply_bfloat16
 from pallas_kernels.ragged_paged_attention import KVQuantization
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ResolvedConfig:
@@ -46,10 +49,13 @@ class ResolvedConfig:
     counts_loads: bool  # of experts
 
     @classmethod
-    def of(cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> Self:
+    def of(
+        cls, config: EngineConfig, hf_config: Mapping[str, Any], platform: str, multiplies_bf16: bool = True
+    ) -> Self:
         """Resolves `config` for the model whose config.json is `hf_config`, on devices of `platform`.
 
-        Raises ValueError when they do not go together.
+        multiplies_bf16: whether their matrix units do
+        Raises ValueError when config and model do not go together.
         """
         on_cpu = platform == "cpu"
         read = config.overridden(hf_config)
@@ -67,7 +73,7 @@ class ResolvedConfig:
                 raise NotImplementedError(
                     "enable_return_routed_experts needs all layers on one device: take a mesh without stages"
                 )
-        dtype = _dtype(config, read, platform)
+        dtype = _dtype(config, read, platform, multiplies_bf16)
         quantization = kv_quantization(config.kv_cache_dtype, read, dtype)
         if quantization is not None and not quantization.by_token:
             spec = with_kv_scales(spec)
@@ -158,7 +164,9 @@ class ResolvedConfig:
         return SideInputRules(self.spec.hidden_size, float(largest))
 
 
-def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) -> jnp.dtype:
+def _dtype(
+    config: EngineConfig, hf_config: Mapping[str, Any], platform: str, multiplies_bf16: bool = True
+) -> jnp.dtype:
     if config.dtype == "float16" and platform == "tpu":
         # Our kernel has no float16 on TPU either, and XLA's attention in float16 copies all pages there.
         raise ValueError("TPUs have no float16: set dtype to bfloat16 or auto")
@@ -178,4 +186,8 @@ def _dtype(config: EngineConfig, hf_config: Mapping[str, Any], platform: str) ->
         return jnp.dtype("bfloat16" if is_bfloat16 else "float32")
     stated = checkpoint.config_dtype(hf_config)
     is_refused = stated == "float16" and (platform == "tpu" or family.exceeds_float16)
-    return jnp.dtype("bfloat16" if is_refused else stated)
+    chosen = "bfloat16" if is_refused else stated
+    if chosen == "bfloat16" and not multiplies_bf16:  # such devices would convert each matrix to float32
+        chosen = "float32" if family.exceeds_float16 else "float16"
+        logger.warning("this device does not multiply bfloat16, so the model computes in %s", chosen)
+    return jnp.dtype(chosen)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CHIPS
+from pallas_kernels.ragged_paged_attention import backend_for
 
 DTYPES = ("float32", "bfloat16", "float16")
+HEAD_SIZE = 128  # that of most models
 
 
 def devices_found() -> dict[str, Any]:
@@ -39,7 +41,7 @@ def _attention(device: jax.Device, dtype: str) -> dict[str, str | None]:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        backend = Backend.of_device("auto", device, jnp.dtype(dtype))
+        backend = backend_for(HEAD_SIZE, Backend.of_device("auto", device, jnp.dtype(dtype)))
     finally:
         logger.removeHandler(reasons)
     chip = None if backend.chip is None else backend.chip.name

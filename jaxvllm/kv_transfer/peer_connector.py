@@ -13,6 +13,7 @@ from itertools import batched
 import msgspec
 import zmq
 
+from jaxvllm.core.lora import given_salt
 from jaxvllm.core.request import Request
 from jaxvllm.kv_transfer.connector import TransferParams
 from jaxvllm.kv_transfer.page_format import Page, WrongPage
@@ -112,7 +113,7 @@ class PeerConnector:
             options.host,
             self._server.port,
             count,
-            prompt_digest(request.prompt_token_ids[:count], request.asked.prompt.cache_salt),
+            prompt_digest(request.prompt_token_ids[:count], given_salt(request.asked.prompt.cache_salt)),
             math.ceil(time.time() + options.hold_seconds),
         )
         self._server.offer(ticket.remote_request_id, ticket.signature(options.secret), hashes, options.hold_seconds)

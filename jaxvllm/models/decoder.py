@@ -13,7 +13,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Rotation, Scalar, no_recur
 from jaxvllm.models.layer_loops import OverLayers, over_layers
-from jaxvllm.models.lora import layers_with_lora
+from jaxvllm.models.lora import LORA, OUTSIDE, layers_with_lora
 from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
@@ -54,6 +54,7 @@ def embed_tokens(
     positions: jax.Array,
     axis: ModelAxis = ALONE,
     side_rows: jax.Array | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> jax.Array:
     """Returns what the first layer computes with, [T, E], for tokens i32[T] at positions i32[T].
 
@@ -61,6 +62,8 @@ def embed_tokens(
     """
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, axis)
+        if spec.lora is not None and adapters is not None:
+            x = spec.lora.embedded(params[LORA][OUTSIDE], tokens, x, adapters, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
@@ -203,15 +206,26 @@ def run_part[Kv](
     return over(layer_step, (x, states, kv), layers_with_lora(params), spec)
 
 
+def for_head(params: Params, spec: ModelSpec, hidden: jax.Array, adapters: TokenAdapters | None) -> jax.Array:
+    """Returns what `project_logits` reads of hidden states [T, E] whose tokens have `adapters`, if any has one."""
+    return hidden if spec.lora is None else spec.lora.with_columns(params[LORA][OUTSIDE], hidden, adapters)
+
+
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
     """Computes the logits of hidden states that `forward` returned, in float32, scaled and soft-capped.
 
-    hidden  # [R, E]
+    hidden  # [R, E], or what `for_head` makes of it
     The result is f32[R, V], where V is this device's share of the vocabulary.
     """
     with jax.named_scope("logits"):
         head = params["embed"] if spec.tie_embeddings else params["lm_head"]
+        columns = None
+        if hidden.shape[1] > spec.hidden_size:
+            hidden, columns = jnp.split(hidden, [spec.hidden_size], axis=1)
         logits = project(hidden, head, params.get("lm_head_bias"), dtype=jnp.float32)
+        if columns is not None:
+            assert spec.lora is not None, "there are columns for adapters alone"
+            logits = spec.lora.added(params[LORA][OUTSIDE], columns, logits)
         if spec.logit_scale != 1:
             logits = logits * spec.logit_scale
         if spec.logit_soft_cap is not None:

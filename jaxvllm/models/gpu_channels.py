@@ -33,7 +33,7 @@ class GpuChannels:
     @classmethod
     def of(cls, memory: StateMemory, backend: Backend) -> Self | None:
         """Returns those of `memory`, or None where the kernels do not take its sizes, or are not for this chip."""
-        if not isinstance(backend.chip, GpuChip):
+        if not isinstance(backend.chip, GpuChip) or not backend.chip.has_copy_engine:
             return None
         # Kernels are imported where they run, because Pallas takes half a second of start-up.
         from pallas_kernels.linear_attention.gpu import choose_channels, choose_lanes

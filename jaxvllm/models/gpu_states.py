@@ -53,7 +53,7 @@ class GpuStates:
     @classmethod
     def of(cls, memory: StateMemory, backend: Backend) -> Self | None:
         """Returns those of `memory`, or None where the kernel does not take its matrices, or is not for this chip."""
-        if not isinstance(backend.chip, GpuChip):
+        if not isinstance(backend.chip, GpuChip) or not backend.chip.has_copy_engine:
             return None
         match memory.rule:
             case RecurrentRule(CausalConv() as conv, GatedDelta() | ChannelDelta() | SelectiveScan() as recurrence):

@@ -49,7 +49,7 @@ class HfExport:
         outer, layers = named_sources(HeldTensors({}) if like is None else like, family, spread.spec)
         export = cls(spread, outer, tuple(layers))
         counts: dict[str, int] = {}
-        for source in export._sources():
+        for source in export._all_sources():
             counts[source.name] = counts.get(source.name, 0) + math.prod(source.view)
         for name, shape in export.shapes.items():
             if counts[name] != math.prod(shape):
@@ -62,7 +62,7 @@ class HfExport:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, by name."""
-        return {source.name: source.shape for source in self._sources()}
+        return {source.name: source.shape for source in self._all_sources()}
 
     def tensors(self, params: Params) -> dict[str, np.ndarray]:
         """Returns the tensors of a model whose arrays are `params`, in any forms, spread as `self.spread` says."""
@@ -75,14 +75,14 @@ class HfExport:
         found = {}
         for name, layer, node, _ in _nodes(params, self.spread):
             dtype = jax.tree.leaves(node)[0].dtype
-            for source in self._of(name, layer):
+            for source in self.sources(name, layer):
                 found[source.name] = jax.ShapeDtypeStruct(source.shape, dtype)
         return found
 
     def fill(self, into: Mapping[str, np.ndarray], params: Params) -> None:
         """Fills tensors. The host has one array of one layer at a time."""
         for name, layer, node, place in _nodes(params, self.spread):
-            if not (sources := self._of(name, layer)):
+            if not (sources := self.sources(name, layer)):
                 continue
             array = self._stored(name, layer, node, place)
             for source in sources:
@@ -101,10 +101,11 @@ class HfExport:
             found[Box(origin, box.shape).index(zeros)] = array[box.index(zeros)]
         return found
 
-    def _of(self, name: str, layer: int | None) -> tuple[Source, ...]:
+    def sources(self, name: str, layer: int | None) -> tuple[Source, ...]:
+        """Returns the tensors, or parts of them, that an array consists of: none of one that checkpoints lack."""
         return () if name in (KV_SCALES, SLOTS) else (self.outer if layer is None else self.layers[layer])[name]
 
-    def _sources(self) -> Iterator[Source]:
+    def _all_sources(self) -> Iterator[Source]:
         return chain.from_iterable(chain.from_iterable(part.values() for part in (self.outer, *self.layers)))
 
 

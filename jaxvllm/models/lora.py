@@ -6,27 +6,37 @@ is several of a checkpoint, each of these has its part of the rank: A has their 
 where it would mix them. Smaller ranks are filled up with zeros, and so are matrices that an adapter leaves alone, which
 is why an adapter comes and goes without anything being compiled.
 
-There are two ways. One by one: each adapter that a token of the step has multiplies all of its tokens, and what is not
-its own is set to zero in between. CPUs take it, because nothing is read of other adapters, nothing is moved, and the
-bits of a token do not depend on the slot. (Tokens sorted by their adapters need less arithmetic, and XLA's gathers took
-70 us a matrix of 3,072 rows for 16 tokens.) Masked: all tokens are multiplied by the adapters of all slots at once.
-Accelerators take it: up to some 16 slots that costs v6e 21k cycles where gathering each token's matrices takes 242k.
+DoRA (arXiv 2402.09353) gives each row of the changed matrix a length of its own, its magnitude m. So the sum is
+multiplied by m / norm, and the norm, that of the row of W + B A, is computed on the devices when the adapter comes
+(`models.dora`). B is multiplied by it there. The step multiplies the product of W, by one and what is kept of each
+output: m / norm - 1 in float32, or 0, which leaves all bits as they are.
+
+There are two ways. One by one: what is read are the adapters that a token of the step has, and no others. CPUs take it
+with a kernel (`pallas_kernels.low_rank`), so that the bits of a token depend neither on the slot nor on other tokens.
+Elsewhere each adapter multiplies all tokens, one after the other, and what is not its own is set to zero in between.
+Masked: all tokens are multiplied by the adapters of all slots at once. Accelerators take it for up to `MOST_MASKED`
+slots: 16 cost v6e 21k cycles a matrix where gathering each token's own matrices takes 242k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.ops import Adapted
 from jaxvllm.models.token_adapters import TokenAdapters
 
 # The names of the arrays begin so, and end with that of the matrix.
-DOWN, UP = "lora_a_", "lora_b_"
-# The place of these arrays in the tree of parameters, beside `layers` and in the same layout.
+DOWN, UP, RATIO = "lora_a_", "lora_b_", "lora_ratio_"
+# The place of these arrays in the tree of parameters. There are those of the layers, in the same layout as the layers,
+# and those of the embedding and of the LM head.
 LORA = "lora"
+LAYERS, OUTSIDE = "layers", "outside"
+# The most slots whose adapters accelerators multiply all at once. Memory that is read grows with them, used or not.
+MOST_MASKED = 16
 # The ranks of a matrix's parts together are a multiple of this: the kernels for CPUs compute so many at once.
 _LANES = 16
 
@@ -45,7 +55,10 @@ class LayerLora:
         return -(-count * self.rank // _LANES) * _LANES
 
     def declare_one(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
-        """Returns the arrays of one adapter, of a layer with these matrices: A [W, in] and B [.., W]."""
+        """Returns the arrays of one adapter as it is read, of a layer with these matrices.
+
+        They are A [W, in], B [.., W], and what an output is multiplied by beside one, f32[..].
+        """
         decls = {}
         for name, count in self.parts:
             decl, width = matrices[name], self.width(count)
@@ -55,6 +68,7 @@ class LayerLora:
             of_rows = decl.heads if "kv_heads" in axes else None
             decls[DOWN + name] = ParamDecl((width, size), (None, contracted), "zeros", heads=of_columns)
             decls[UP + name] = ParamDecl((*rows, width), (*axes, None), "zeros", heads=of_rows)
+            decls[RATIO + name] = ParamDecl(tuple(rows), tuple(axes), "zeros", dtype="float32", heads=of_rows)
         return decls
 
     def declare(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
@@ -62,34 +76,46 @@ class LayerLora:
         return {name: self._in_slots(name, decl) for name, decl in self.declare_one(matrices).items()}
 
     def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
-        if self.one_by_one:
-            return replace(
-                one, shape=(self.num_slots, *one.shape), axes=(None, *one.axes), storage="experts", heads=None
-            )
+        if self.one_by_one or name.startswith(RATIO):
+            shape, axes = self._order(name, one.shape), self._order(name, one.axes)
+            return replace(one, shape=(self.num_slots, *shape), axes=(None, *axes), storage="experts", heads=None)
         shape = list(one.shape)
-        shape[self.slot_axis(name)] *= self.num_slots
+        shape[self.slot_axis(name, is_stacked=False)] *= self.num_slots
         return replace(one, shape=tuple(shape), storage="matrix", heads=None)
 
-    def slot_axis(self, name: str) -> int:
-        """Returns the axis of slots in the arrays of that name, or its place counted from the end."""
-        if self.one_by_one:
-            return 0
+    def _order[Item](self, name: str, of_axes: Sequence[Item]) -> list[Item]:
+        """Returns what the axes of an adapter's array have, in the order of the devices.
+
+        One by one, the rank comes first: as the last axis of B it would be filled up to 128 on TPUs.
+        """
+        return [of_axes[-1], *of_axes[:-1]] if self.one_by_one and name.startswith(UP) else [*of_axes]
+
+    def on_devices(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Returns an adapter's array as it was declared (`declare_one`), as it is in its slot."""
+        return array.transpose(self._order(name, range(array.ndim)))
+
+    def slot_axis(self, name: str, is_stacked: bool) -> int:
+        """Returns the axis of slots in the arrays of that name, which may be stacks of those of several layers."""
+        if self.one_by_one or name.startswith(RATIO):
+            return 1 if is_stacked else 0
         return -2 if name.startswith(DOWN) else -1
 
     def bound(self, weights: Mapping[str, Any], tokens: TokenAdapters) -> dict[str, Any]:
         """Returns the arrays of a layer whose matrices add what the adapters of `tokens` add."""
-        adapted = {
-            name: Adapted(weights[name], weights[DOWN + name], weights[UP + name], tokens, self.one_by_one)
-            for name, _ in self.parts
-        }
-        return {**weights, **adapted}
+        return {**weights, **{name: self.adapted(weights, name, tokens) for name, _ in self.parts}}
+
+    def adapted(self, weights: Mapping[str, Any], name: str, tokens: TokenAdapters) -> Adapted:
+        """Returns one matrix of a layer, whose products add what the adapters of `tokens` add."""
+        down, up, ratio = (weights[kind + name] for kind in (DOWN, UP, RATIO))
+        return Adapted(weights[name], down, up, ratio, tokens, self.one_by_one)
 
 
 def layers_with_lora(params: Mapping[str, Any]) -> Any:
     """Returns the arrays of all layers, with those of adapters where there are any."""
-    layers, own = params["layers"], params.get(LORA)
-    if own is None:
+    layers = params["layers"]
+    if LORA not in params:
         return layers
+    own = params[LORA][LAYERS]
     if isinstance(layers, dict):
         return layers | own
     return [mine | more for mine, more in zip(layers, own, strict=True)]

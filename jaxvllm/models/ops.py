@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.forms.form import Activation, Arrays, BoundedSwiglu, ClampedSwiglu, Experts, Form, Gating, Matrix
+from jaxvllm.models.forms.form import (
+    Activation,
+    Arrays,
+    BoundedSwiglu,
+    ClampedSwiglu,
+    Experts,
+    Form,
+    Gating,
+    Matrix,
+    item_of,
+)
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 from jaxvllm.models.token_adapters import TokenAdapters
 
@@ -46,40 +56,76 @@ class InStack:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix to whose products the adapters of tokens add theirs: (x A^T) B^T, see `models.lora`.
+    """A matrix to whose products the adapters of tokens add theirs: (x A^T) B, see `models.lora`.
 
-    One by one, `a` has a matrix [W, in] for each slot, and `b` one [.., W]. Otherwise they are matrices of all slots,
-    [N W, in] and [.., N W].
+    One by one, `a` has a matrix [W, in] for each slot, and `b` one [W, ..]. Otherwise they are matrices of all slots,
+    [N W, in] and [.., N W]. By one and `ratios` f32[N, ..] the products of the matrix itself are multiplied before.
     """
 
     matrix: "Weight"
     a: Any
     b: Any
+    ratios: "ExpertsWeight"
     tokens: TokenAdapters
     one_by_one: bool
 
     def added(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns the product y [T, ..] of the matrix with x [T, in], and what adapters add to it.
+        """Returns y [T, ..] and what adapters add to it for x [T, in].
 
         What an adapter makes of the tokens of others may be infinite. So it is replaced, and not multiplied by zero.
         """
         tokens = self.tokens
         if self.one_by_one:
-
-            def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
-                slot = tokens.in_use[number]
-                # All rows are those of this slot.
-                starts = jnp.where(jnp.arange(tokens.num_slots + 1) >= slot, len(x), 0).astype(jnp.int32)
-                h = project_grouped(x, self.a, starts)
-                own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
-                return y + project_grouped(own, self.b, starts).astype(y.dtype)
-
-            return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
+            return self._added_by_slots(x, y)
         h = project(x, self.a)
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
         of_own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
         return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
+
+    def product(self, x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+        """Returns the product of the matrix with x [T, in], as it is before adapters add to it."""
+        y = project(x, self.matrix, dtype=dtype)
+
+        def multiplied(y: jax.Array) -> jax.Array:
+            own = matrices_at(self.ratios, jnp.maximum(self.tokens.slots - 1, 0))
+            has_own = (self.tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
+            return (y.astype(jnp.float32) * (1 + jnp.where(has_own, own, 0))).astype(y.dtype)
+
+        if not self.one_by_one:
+            return multiplied(y)
+        # Few adapters have any, and XLA:CPU gathers slowly. No bit depends on it.
+        all_ratios = matrices_at(self.ratios, jnp.arange(self.tokens.num_slots))
+        result: jax.Array = jax.lax.cond(jnp.any(all_ratios != 0), multiplied, lambda y: y, y)
+        return result
+
+    def gated(self, x: jax.Array, gating: Gating) -> jax.Array | None:
+        """Returns what `project_gated` says, or None where no kernel does that."""
+        return self._by_kernel(x, self.product(x, jnp.float32), gating) if self.one_by_one else None
+
+    def _by_kernel(self, x: jax.Array, y: jax.Array, gating: Gating | None = None) -> jax.Array | None:
+        """Adds what the slots in use add, in one kernel, or returns None where there is none."""
+        if isinstance(self.a, InStack):
+            return None
+        a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
+        (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
+        return form.add_low_rank(y, x, downs, ups, a.index, self.tokens.order, gating)
+
+    def _added_by_slots(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Adds what the slots in use add, in one kernel where there is one, or else one after the other."""
+        tokens = self.tokens
+        if (added := self._by_kernel(x, y)) is not None:
+            return added
+
+        def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
+            slot = tokens.in_use[number]
+            down, up = (_matrix_of(stack, slot - 1) for stack in (self.a, self.b))
+            h = jax.lax.dot_general(x, down, (((1,), (1,)), ((), ())))
+            own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
+            more = jax.lax.dot_general(own, up.reshape(len(up), -1), (((1,), (0,)), ((), ())))
+            return y + more.reshape(y.shape).astype(y.dtype)
+
+        return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
 
 
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
@@ -89,10 +135,10 @@ ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
     if isinstance(weight, Adapted):
-        return weight.added(x, project(x, weight.matrix, bias, dtype))
+        return biased(weight.added(x, weight.product(x, dtype)), bias)
     if isinstance(weight, OneOf):
         return biased(
-            _by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
+            by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias
         )
     if isinstance(weight, InStack):
         form, [arrays] = _opened([weight.stack])
@@ -104,6 +150,8 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:
     """Returns up x gated by gate x, [T, F], for x [T, in] and weight [2, F, in], gate before up; bias [2, F]."""
+    if isinstance(weight, Adapted) and bias is None and (own := weight.gated(x, gating)) is not None:
+        return own
     if isinstance(weight, Slice | InStack | Adapted):
         return gated(project(x, weight, bias), gating)
 
@@ -112,7 +160,7 @@ def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array 
             return own
         return gated(biased(form.product_with_one(x, matrices, index, None), bias), gating)
 
-    return _by_form(weight if isinstance(weight, OneOf) else OneOf((weight,), 0), product)
+    return by_form(weight if isinstance(weight, OneOf) else OneOf((weight,), 0), product)
 
 
 def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax.Array:
@@ -166,7 +214,7 @@ def project_grouped_gated(
 def _of_experts(weight: ExpertsWeight, product: Callable[[Form, Experts], jax.Array]) -> jax.Array:
     """Returns the product with the experts of a layer, of which the form and the place are told."""
     if isinstance(weight, OneOf):
-        return _by_form(weight, lambda form, stacks, index: product(form, Experts(stacks, index)))
+        return by_form(weight, lambda form, stacks, index: product(form, Experts(stacks, index)))
     form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
     if not isinstance(weight, InStack):
         return product(form, Experts([arrays]))
@@ -176,7 +224,21 @@ def _of_experts(weight: ExpertsWeight, product: Callable[[Form, Experts], jax.Ar
     return product(form, Experts([flat], first=weight.index * num_experts))
 
 
-def _by_form(weight: OneOf, product: Callable[[Form, Sequence[Arrays], jax.Array | int], jax.Array]) -> jax.Array:
+def matrices_at(weight: ExpertsWeight, numbers: jax.Array) -> jax.Array:
+    """Returns matrices `numbers` i32[..] of a layer's [X, ..], which are plain."""
+
+    def taken(_: Form, experts: Experts) -> jax.Array:
+        def of_stack(arrays: Arrays) -> jax.Array:
+            return jnp.take(arrays[MATRIX], experts.first + numbers, axis=0, mode="clip")
+
+        branches = [partial(of_stack, arrays) for arrays in experts.stacks]
+        result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
+        return result
+
+    return _of_experts(weight, taken)
+
+
+def by_form(weight: OneOf, product: Callable[[Form, Sequence[Arrays], jax.Array | int], jax.Array]) -> jax.Array:
     """Returns the product with the matrix that is chosen, of which the form and all matrices in that form are told.
 
     Layers have one form, unless a checkpoint stores their matrices in several ways: then the step branches to one.
@@ -210,6 +272,20 @@ def rows_of(table: jax.Array | Matrix) -> jax.Array:
     _, [arrays] = _opened([table])
     [rows] = arrays.values()
     return rows
+
+
+def _matrix_of(weight: ExpertsWeight, number: jax.Array) -> jax.Array:
+    """Returns one of several matrices [X, ..], by a number that is known while the step runs."""
+    if isinstance(weight, OneOf):
+        branches = [partial(_matrix_of, matrices, number) for matrices in weight.matrices]
+        one: jax.Array = jax.lax.switch(weight.index, branches) if len(branches) > 1 else branches[0]()
+        return one
+    form, [arrays] = _opened([weight.stack if isinstance(weight, InStack) else weight])
+    matrices = form.plain(arrays)
+    if not isinstance(weight, InStack):
+        return item_of(matrices, number)
+    # Layers and matrices become one dimension, for which nothing is moved.
+    return item_of(matrices.reshape(-1, *matrices.shape[2:]), weight.index * matrices.shape[1] + number)
 
 
 def _opened(matrices: Sequence[jax.Array | Matrix]) -> tuple[Form, list[Arrays]]:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
+from jaxvllm.models.lora import LORA, OUTSIDE
 from jaxvllm.models.ops import row_dtype
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -60,6 +61,8 @@ def declare(spec: ModelSpec) -> dict[str, ParamDecl]:
         decls["lm_head"] = ParamDecl(shape, axes, storage="matrix")
     if spec.head_bias:
         decls["lm_head_bias"] = ParamDecl(shape[:1], axes[:1], "zeros")
+    if spec.lora is not None:
+        decls |= spec.lora.declare(spec.vocab_size, spec.hidden_size)
     return decls
 
 
@@ -103,7 +106,8 @@ def most(layers: StackLayers) -> int:
 
 def head_of(params: Params) -> Params:
     """Returns the parameters that `project_logits` reads, without the hundreds of arrays of the layers."""
-    return {name: params[name] for name in ("embed", "lm_head", "lm_head_bias") if name in params}
+    head = {name: params[name] for name in ("embed", "lm_head", "lm_head_bias") if name in params}
+    return head | ({LORA: {OUTSIDE: params[LORA][OUTSIDE]}} if LORA in params else {})
 
 
 def activation_dtype(params: Params) -> Any:

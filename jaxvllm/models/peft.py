@@ -8,7 +8,7 @@ exist.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +22,15 @@ from jaxvllm.models.safetensors_files import WeightFile, WeightFiles
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 _MOST_CONFIG_BYTES = 1 << 20
-_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_START = "base_model.model."
+# The tensors of an adapted module, those of an embedding, and that of DoRA, which PEFT has saved under two names.
+_DOWN, _UP, _MAGNITUDES = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_OF_EMBEDDING = {"lora_embedding_A": _DOWN, "lora_embedding_B": _UP}
+_RENAMED = {f"{_MAGNITUDES}.weight": _MAGNITUDES, **_OF_EMBEDDING}
+_KINDS = "|".join(map(re.escape, (_DOWN, _UP, _MAGNITUDES, *_RENAMED)))
+_TENSOR = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.(?P<kind>{_KINDS})")
+# The table that an adapter was trained beside. PEFT saves it with the adapter of an embedding or of an LM head.
+_BASE = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.base_layer\.weight")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 # Ways to initialise an adapter that leave the matrices of the model as they are. Others subtract from these.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -30,7 +38,6 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "lora_bias": (False, None),
-    "use_dora": (False, None),
     "alora_invocation_tokens": (None,),
     "layer_replication": (None, []),
     "use_bdlora": (False, None),
@@ -39,16 +46,21 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "fan_in_fan_out": (False, None),
+    "ensure_weight_tying": (False, None),
     "arrow_config": (None,),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The two matrices of an adapted module, whose product is added to its own. The scale is in the second."""
+    """The two matrices of an adapted module, whose product is added to its own. The scale is in the second.
+
+    With DoRA the rows of the sum have magnitudes, which are their lengths.
+    """
 
     down: np.ndarray  # A, f32[r, in]
     up: np.ndarray  # B, f32[out, r]
+    magnitudes: np.ndarray | None = None  # f32[out], none of them 0
 
     @property
     def rank(self) -> int:
@@ -62,6 +74,7 @@ class PeftConfig:
     rank: int
     alpha: float
     use_rslora: bool  # the scale is alpha / sqrt(rank), and not alpha / rank (arXiv 2312.03732)
+    use_dora: bool  # rows have magnitudes (arXiv 2402.09353)
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
 
@@ -87,7 +100,8 @@ class PeftConfig:
             return cls(
                 rank=_rank(values["r"]),
                 alpha=_number(values["lora_alpha"]),
-                use_rslora=_flag(values.get("use_rslora", False)),
+                use_rslora=_flag("use_rslora", values),
+                use_dora=_flag("use_dora", values),
                 rank_pattern={_plain(key): _rank(value) for key, value in (values.get("rank_pattern") or {}).items()},
                 alpha_pattern={
                     _plain(key): _number(value) for key, value in (values.get("alpha_pattern") or {}).items()
@@ -127,9 +141,10 @@ def _number(value: Any) -> float:
     return number
 
 
-def _flag(value: Any) -> bool:
+def _flag(key: str, values: Mapping[str, Any]) -> bool:
+    value = values.get(key) or False
     if type(value) is not bool:
-        raise ValueError(f"use_rslora must be true or false, not {value!r}")
+        raise ValueError(f"{key} must be true or false, not {value!r}")
     return value
 
 
@@ -144,14 +159,22 @@ class PeftAdapter:
     """An adapter as it was stored, checked against a model."""
 
     modules: Mapping[str, LowRank]
+    has_magnitudes: bool
     digest: bytes  # of its config and of its weights
 
     @classmethod
     def read(
-        cls, directory: Path, sizes: Mapping[str, tuple[int, int]], max_rank: int, dtype: DTypeLike = "float32"
+        cls,
+        directory: Path,
+        sizes: Mapping[str, tuple[int, int]],
+        max_rank: int,
+        dtype: DTypeLike = "float32",
+        outside: Set[str] = frozenset(),
     ) -> Self:
         """Reads the adapter of a directory, for a model with linear modules of these `sizes`, (in, out).
 
+        The names of the embedding and of the LM head are in `outside`. An embedding counts as a linear module whose
+        inputs are the vocabulary.
         Raises ValueError where files are missing, damaged, or made for another model, where a rank is above `max_rank`,
         or where a number is not finite in `dtype`: tokens of others are multiplied by it, too, and by zero. Raises
         NotImplementedError for adapters of kinds that are not supported.
@@ -164,47 +187,70 @@ class PeftAdapter:
         config, path = PeftConfig.read(directory / PEFT_CONFIG), directory / PEFT_WEIGHTS
         file = WeightFile.open(path)
         files = WeightFiles(directory, dict.fromkeys(file.tensors, PEFT_WEIGHTS), {PEFT_WEIGHTS: file})
-        names = _modules(files, path)
-        if unknown := sorted(names - sizes.keys()):
+        tensors = _modules(files, path, config.use_dora, {name: sizes[name] for name in outside})
+        if unknown := sorted(tensors.keys() - sizes.keys()):
             raise ValueError(
                 f"{path} adapts {unknown[0]}{f' and {len(unknown) - 1} more' if unknown[1:] else ''}, and this model's "
                 f"modules that can be adapted end with {', '.join(sorted({name.rpartition('.')[2] for name in sizes}))}"
             )
         modules = {}
-        for name in sorted(names):
+        for name, own in sorted(tensors.items()):
             rank, (in_size, out_size) = config.rank_of(name), sizes[name]
             if rank > max_rank:
                 raise ValueError(f"{path}: {name} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
-            start = f"base_model.model.{name}.lora_"
-            down = files.tensor(f"{start}A.weight", (rank, in_size)).astype(np.float32)
-            up = files.tensor(f"{start}B.weight", (out_size, rank)).astype(np.float32) * np.float32(
-                config.scale_of(name)
-            )
-            for side, matrix in (("A", down), ("B", up)):
+            down = files.tensor(own[_DOWN], (rank, in_size)).astype(np.float32)
+            scale = np.float32(config.scale_of(name))
+            up = files.tensor(own[_UP], (out_size, rank)).astype(np.float32) * scale
+            magnitudes = None
+            if config.use_dora:
+                if name in outside:
+                    raise NotImplementedError(f"{path}: DoRA of {name} is not supported, only that of layers is")
+                magnitudes = files.tensor(own[_MAGNITUDES], (out_size,)).astype(np.float32)
+                if not magnitudes.all():
+                    raise ValueError(f"{path}: {_MAGNITUDES} of {name} has zeros, and lengths of rows are above zero")
+            modules[name] = LowRank(down, up, magnitudes)
+            for kind, array, kept in ((_DOWN, down, dtype), (_UP, up, dtype), (_MAGNITUDES, magnitudes, "float32")):
                 with np.errstate(over="ignore"):
-                    is_finite = np.isfinite(matrix.astype(dtype).astype(np.float32)).all()
+                    is_finite = array is None or np.isfinite(array.astype(kept).astype(np.float32)).all()
                 if not is_finite:
-                    raise ValueError(f"{path}: lora_{side} of {name} has numbers that are not finite in {dtype}")
-            modules[name] = LowRank(down, up)
+                    raise ValueError(f"{path}: {kind} of {name} has numbers that are not finite in {kept}")
         digest = hashlib.sha256((directory / PEFT_CONFIG).read_bytes())
         for name, matrices in modules.items():
             digest.update(f"\n{name} {matrices.rank}\n".encode() + matrices.down.tobytes() + matrices.up.tobytes())
-        return cls(modules, digest.digest())
+            if matrices.magnitudes is not None:
+                digest.update(matrices.magnitudes.tobytes())
+        return cls(modules, config.use_dora, digest.digest())
 
 
-def _modules(files: WeightFiles, path: Path) -> set[str]:
-    """Returns the names of the modules that a file adapts. Each has both matrices, and there is nothing else."""
-    sides: dict[str, set[str]] = {}
+def _modules(
+    files: WeightFiles, path: Path, use_dora: bool, outside: Mapping[str, tuple[int, int]]
+) -> dict[str, dict[str, str]]:
+    """Returns the tensors of each module that a file adapts, by their kinds. Each has all, and there are no others.
+
+    The tables `outside` the layers, of these sizes, may be there as well. They are those of the model.
+    """
+    kinds = (_DOWN, _UP, _MAGNITUDES) if use_dora else (_DOWN, _UP)
+    found: dict[str, dict[str, str]] = {}
     for name in files.names:
+        if (base := _BASE.fullmatch(name)) is not None and base["module"] in outside:
+            shape, size = files.shape(name), outside[base["module"]]
+            if sorted(shape) != sorted(size):
+                raise ValueError(
+                    f"{path}: {name} has shape {list(shape)}, so that the model was given another vocabulary before it "
+                    "was trained: serve that model"
+                )
+            continue
         match = _TENSOR.fullmatch(name)
-        if match is None:
+        kind = "" if match is None else _RENAMED.get(match["kind"], match["kind"])
+        if match is None or kind not in kinds:
             raise ValueError(
-                f"{path}: unexpected tensor {name}: only lora_A and lora_B of linear modules are supported"
+                f"{path}: unexpected tensor {name}: only lora_A and lora_B of linear modules and of embeddings are "
+                f"supported, and with use_dora {_MAGNITUDES}"
             )
-        sides.setdefault(match["module"], set()).add(match["side"])
-    if not sides:
+        found.setdefault(match["module"], {})[kind] = name
+    if not found:
         raise ValueError(f"{path} has no tensor")
-    for module, found in sides.items():
-        if len(found) < 2:
-            raise ValueError(f"{path}: {module} has only lora_{'B' if 'B' in found else 'A'}, and needs both")
-    return set(sides)
+    for module, own in found.items():
+        if missing := [kind for kind in kinds if kind not in own]:
+            raise ValueError(f"{path}: {module} has only {', '.join(own)}, and needs {', '.join(missing)}, too")
+    return found

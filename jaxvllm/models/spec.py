@@ -9,6 +9,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.latent_attention import LatentAttention
 from jaxvllm.models.layer_embedding import LayerEmbedding
 from jaxvllm.models.norm import Norm
+from jaxvllm.models.outer_lora import OuterLora
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.rope import RopeSpec
 from jaxvllm.models.sparse_indexer import SparseIndexer
@@ -44,6 +45,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False  # the LM head is the embedding
     head_bias: bool = False  # of the LM head
+    lora: OuterLora | None = None  # the room of the embedding and of the LM head for adapters
     part_of: "ModelSpec | None" = None  # the model, where `layers` are only those of a stage
 
     def __post_init__(self) -> None:
@@ -118,6 +120,11 @@ class ModelSpec:
         if "last" not in indexers:
             return None
         return next(indexer.top_k for indexer in indexers if isinstance(indexer, SparseIndexer))
+
+    @property
+    def head_inputs(self) -> int:
+        """The size of what the LM head reads of a token: a hidden state, and columns where adapters may change it."""
+        return self.hidden_size + (0 if self.lora is None else self.lora.num_columns)
 
     @property
     def has_lora(self) -> bool:

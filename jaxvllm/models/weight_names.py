@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,12 @@ class Source:
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:
         """Returns that part of the whole tensor, as a view of it."""
-        rows = (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[self.rows] if tensor.ndim else tensor
         # A copy would put the whole tensor into the host's memory.
-        return rows.reshape(self.view, copy=False)
+        return self.rows_of(tensor).reshape(self.view, copy=False)
+
+    def rows_of(self, tensor: Any) -> Any:
+        """Returns that part of the whole tensor, an array of NumPy or jax, in the shape that its rows have there."""
+        return (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[self.rows] if tensor.ndim else tensor
 
     def steps(self) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
         """Returns where that part begins in the tensor, and the step of each of its axes along each of the tensor's.

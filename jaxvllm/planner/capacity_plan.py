@@ -91,7 +91,7 @@ def make_plan(question: Question) -> CapacityPlan | Refusal:
         mesh=deployment.mesh,
         device=deployment.device,
         dtype=deployment.dtype,
-        attention=deployment.backend.kind,
+        attention=deployment.attention.kind,
         num_parameters=deployment.num_parameters,
         stored_bytes=deployment.stored_bytes,
         fits=fits,

@@ -32,7 +32,7 @@ from jaxvllm.planner.target import Target
 from jaxvllm.runtime.buckets import Bucket, BucketLadder
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.pipeline import Pipeline
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.ragged_paged_attention import KVQuantization
 from sharding.axis import StageAxis
 from sharding.mesh import MeshShape
@@ -76,7 +76,8 @@ class Deployment:
         The weights are in the file `gguf`, if there is one, of which `hf_config` was made.
         """
         shape = config.mesh_shape
-        resolved = ResolvedConfig.of(config, hf_config, Target.named(device, shape.num_devices).platform)
+        target = Target.named(device, shape.num_devices)
+        resolved = ResolvedConfig.of(config, hf_config, target.platform, target.multiplies_bf16)
         return cls(
             hf_config=hf_config,
             device=device,
@@ -156,6 +157,12 @@ class Deployment:
     @property
     def backend(self) -> Backend:
         return self.target.backend(jnp.dtype(self.dtype))
+
+    @property
+    def attention(self) -> Backend:
+        """The kernels that attend, where the layers with keys and values are alike."""
+        memories = [layer.memory for layer in self.spec.layers if not layer.memory.keeps_state]
+        return memories[0].backend(self.backend) if memories else REFERENCE
 
     @property
     def layout(self) -> Layout:

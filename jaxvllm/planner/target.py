@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxvllm.runtime.memory import _host_bytes_available
 from pallas_kernels.backend import KERNEL_DTYPES, REFERENCE, Backend
-from pallas_kernels.chips import CHIPS, Chip, TpuChip, chip_named
+from pallas_kernels.chips import CHIPS, Chip, GpuChip, TpuChip, chip_named
 from pallas_kernels.cpu.host import host_chip
 
 CPU: Literal["cpu"] = "cpu"
@@ -38,10 +38,15 @@ class Target:
             return CPU
         return "tpu" if isinstance(self.chip, TpuChip) else "gpu"
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        """Whether the matrix units of such devices multiply bfloat16. Of a CPU the engine finds that out itself."""
+        return not isinstance(self.chip, GpuChip) or self.chip.computes_bf16
+
     def backend(self, dtype: np.dtype) -> Backend:
         """Returns the kernels that the engine chooses on such a device, for a model that computes in `dtype`."""
         backend = Backend.of_chip(self.chip) if self.chip else REFERENCE
-        return backend if dtype.name in KERNEL_DTYPES.get(backend.kind, ()) else REFERENCE
+        return backend if backend.computes(dtype) else REFERENCE
 
     def matrix_kernels(self, dtype: np.dtype) -> Backend:
         """Returns the kernels that the engine has multiply by matrices in few bits.

@@ -51,33 +51,46 @@ class CachedPrefixes:
 
         It is empty where the body has no prompt, or the server does not say: then no server is preferred.
         """
-        page_size = self._index.page_size
-        if page_size is None:  # nothing is cached anywhere
-            return PromptPrefixes(self._index, 0, ())
+        if self._index.page_size is None:  # nothing is cached anywhere
+            return PromptPrefixes()
         try:
             asked = json.loads(request.body)
             token_ids = await _token_ids(client, url, request, asked)
-            salt = asked.get("cache_salt")
-        except (ValueError, TypeError, AttributeError, KeyError, ApiError, httpx.HTTPError) as error:
+            texts = (text if isinstance(text := asked.get(name), str) else None for name in ("model", "cache_salt"))
+            return PromptPrefixes(self._index, token_ids, *texts)
+        except (ValueError, OverflowError, TypeError, AttributeError, KeyError, ApiError, httpx.HTTPError) as error:
             logger.debug("the tokens of a prompt are unknown: %r", error)
-            return PromptPrefixes(self._index, 0, ())
-        keys = page_keys(np.array(token_ids, np.int32), page_size, salt if isinstance(salt, str) else None)
-        return PromptPrefixes(self._index, len(token_ids), keys)
+            return PromptPrefixes()
 
 
 class PromptPrefixes:
     """A prompt, and how much of it each server has cached. Without tokens it is one of which nothing is known."""
 
-    def __init__(self, index: PrefixIndex | None = None, num_tokens: int = 0, keys: Sequence[int] = ()):
-        self.num_tokens = num_tokens
+    def __init__(
+        self,
+        index: PrefixIndex | None = None,
+        token_ids: Sequence[int] = (),
+        model: str | None = None,
+        salt: str | None = None,
+    ):
+        """Takes the prompt of a request for `model`, which may be an adapter."""
+        self.num_tokens = len(token_ids)
         self._index = index
-        self._keys = keys
+        self._token_ids = np.array(token_ids, np.int32)
+        self._model, self._salt = model, salt
+        self._keys: dict[str | None, Sequence[int]] = {}  # by salt, which servers may have read other adapters for
 
     def num_cached(self, name: str) -> int:
         """Returns how many tokens of it the server of this name has cached."""
-        if self._index is None or self._index.page_size is None:
+        if self._index is None or (page_size := self._index.page_size) is None:
             return 0
-        return self._index.num_cached(name, self._keys) * self._index.page_size
+        try:
+            salt = self._index.salt(name, self._model, self._salt)
+        except KeyError:  # the server has no page of this adapter
+            return 0
+        if salt not in self._keys:
+            self._keys[salt] = page_keys(self._token_ids, page_size, salt)
+        return self._index.num_cached(name, self._keys[salt]) * page_size
 
 
 async def _token_ids(

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import project_logits
+from jaxvllm.models.decoder import for_head, project_logits
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import unpack
 from jaxvllm.runtime.buckets import Bucket
@@ -24,6 +24,7 @@ from jaxvllm.runtime.sampler import DeviceLogprobs
 from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
 from jaxvllm.runtime.step_model import (
     DRAFT_MARK,
+    Computed,
     DeviceOutput,
     StepModel,
     adapters_of,
@@ -141,7 +142,7 @@ def _decode_once(
     depths = () if proposer is None else proposer.depths
     adapters = adapters_of(now.state, slots, model)
     computed, kv_pages = compute(params, now.kv_pages, last, rows, tables, model, depths, adapters=adapters)
-    logits = project_logits(params, model.shard, computed.hidden)
+    logits = _logits_of(params, computed, model)
     tokens, best = draw(now.state, logits, slots, lengths, model)
     counts = is_alive.astype(jnp.int32)
     is_over = are_stops(now.state, tokens, slots, lengths)
@@ -152,6 +153,14 @@ def _decode_once(
     state = append(state, slots, lengths, tokens[:, None], counts, is_over)
     now = replace(now, num_steps=now.num_steps + 1, kv_pages=kv_pages, state=state)
     return now.take(counts, tokens[:, None], jax.tree.map(lambda x: x[:, None], best))
+
+
+def _logits_of(params: Params, computed: Computed, model: StepModel) -> jax.Array:
+    """Returns the logits of all tokens, f32[T, V], of which each device has its share."""
+    hidden = computed.hidden
+    if computed.adapters is not None:
+        hidden = for_head(params, model.shard, hidden, computed.adapters)
+    return project_logits(params, model.shard, hidden)
 
 
 def _draft_and_verify(
@@ -244,7 +253,7 @@ def _verify(
     ways = proposer.depths, most, None, None, adapters_of(state, slots, model)
     computed, kv_pages = compute(params, now.kv_pages, token_ids, rows, tables, model, *ways)
     state = with_loads(state, computed.loads)
-    logits = project_logits(params, model.shard, computed.hidden)
+    logits = _logits_of(params, computed, model)
     next_positions = rows.positions + 1
     tokens, best = draw(state, logits, token_slots, next_positions, model, num_drafts)
     is_stop = are_stops(state, tokens, token_slots, next_positions)

@@ -7,7 +7,8 @@ but activations crosses from stage to stage.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,31 @@ from jaxvllm.models.state_memory import longest_run
 from jaxvllm.runtime.conditional_loop import run_if
 from pallas_kernels.ragged_paged_attention import RaggedRows
 from sharding.axis import ONE_STAGE, ModelAxis, StageAxis
+
+
+@dataclass(frozen=True)
+class OfTokens:
+    """Holds what layers know of a step's tokens beside their states and places, where there is anything."""
+
+    embeddings: jax.Array | None = None  # [L, T, P]: what they mean to each layer of the model alone
+    adapters: jax.Array | None = None  # i32[T]: the slots of their adapters
+
+    def padded(self, count: int) -> Self:
+        """Returns the same with so many tokens more."""
+        return self._each(lambda array, axis: jnp.pad(array, [(0, count * (i == axis)) for i in range(array.ndim)]))
+
+    def part(self, first: jax.Array, count: int) -> Self:
+        """Returns what is known of `count` tokens."""
+        return self._each(lambda array, axis: jax.lax.dynamic_slice_in_dim(array, first, count, axis))
+
+    def _each(self, change: Callable[[jax.Array, int], jax.Array]) -> Self:
+        """Changes each array, given the axis of its tokens."""
+        embeddings, adapters = self.embeddings, self.adapters
+        return replace(
+            self,
+            embeddings=None if embeddings is None else change(embeddings, 1),
+            adapters=None if adapters is None else change(adapters, 0),
+        )
 
 
 @dataclass(frozen=True)
@@ -72,9 +98,9 @@ class Pipeline:
 
     def compute[Kv](
         self,
-        layers: Callable[[jax.Array, jax.Array | None, RaggedRows, Kv], tuple[jax.Array, Kv]],
+        layers: Callable[[jax.Array, OfTokens, RaggedRows, Kv], tuple[jax.Array, Kv]],
         x: jax.Array,
-        embeddings: jax.Array | None,
+        of_tokens: OfTokens,
         rows: RaggedRows,
         kv: Kv,
         axis: ModelAxis,
@@ -82,9 +108,9 @@ class Pipeline:
     ) -> tuple[jax.Array, Kv]:
         """Returns x [T, ..] after the layers of all stages, on each of them, and the cache of this stage's layers.
 
-        layers: computes this stage's layers for a part of x, of `embeddings` and of the rows, and writes their keys
-            and values
-        embeddings  # [L, T, P]: what the tokens mean to each layer of the model alone, where it has that
+        layers: computes this stage's layers for a part of x, of `of_tokens` and of the rows, and writes their keys and
+            values
+        of_tokens: what else layers know of the tokens
         axis: the devices of a stage, which have the same x
         is_whole: whether the step must be one microbatch
         A row's tokens pass a stage in their order, so each finds the keys and values of those before it.
@@ -96,8 +122,7 @@ class Pipeline:
         stage, last = self.stages.index, self.stages.size - 1
         more = size - num_tokens // count
         x = jnp.pad(x.reshape(num_tokens, -1), ((0, more), (0, 0)))
-        if embeddings is not None:
-            embeddings = jnp.pad(embeddings, ((0, 0), (0, more), (0, 0)))
+        of_tokens = of_tokens.padded(more)
 
         def tick(now: jax.Array, carry: tuple[jax.Array, jax.Array, Kv]) -> tuple[jax.Array, jax.Array, Kv]:
             arrived, done, kv = carry
@@ -106,9 +131,9 @@ class Pipeline:
             number = jnp.where((number >= 0) & (number < count), number, count)
             first, end = begins[number], begins[number + 1]
             own = jnp.where(stage == 0, jax.lax.dynamic_slice_in_dim(x, first, size), arrived)
-            of_tokens = None if embeddings is None else jax.lax.dynamic_slice_in_dim(embeddings, first, size, axis=1)
             with jax.named_scope("stage"):
-                y, kv = layers(own.reshape(size, *shape), of_tokens, rows.part(first, end, size), kv)
+                part = of_tokens.part(first, size), rows.part(first, end, size)
+                y, kv = layers(own.reshape(size, *shape), *part, kv)
             y = y.reshape(size, -1)
             arrived = self.stages.pass_on(y, axis)
             # What the last stage has computed arrives in the first. Before there is any, the place of the first

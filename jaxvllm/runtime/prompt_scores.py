@@ -24,7 +24,9 @@ class PromptScores:
     """The values that `step.forward` leaves of its T tokens, for readouts and for prompts that are scored."""
 
     best: DeviceLogprobs  # [T], of the token after each, where few are wanted
-    hidden: jax.Array | None  # f[T, E], from which others get more; None: in this engine nobody may read them
+    hidden: (
+        jax.Array | None
+    )  # f[T, ..], which the LM head reads, from which others get more; None: in this engine nobody may read them
     choices: jax.Array | None  # [T, layers with experts, k]: the experts that each has chosen; None: nobody is told
 
 
@@ -44,8 +46,8 @@ def score(
 ) -> DeviceLogprobs:
     """Returns, for each token of a scored row, the log-probabilities (or logits) of the token after it, [T].
 
-    hidden  # [T, E]
-    project: [N, E] -> this device's share of the logits, f32[N, V]
+    hidden  # [T, ..], all that the LM head reads
+    project: [N, ..] -> this device's share of the logits, f32[N, V]
     The values at other tokens are meaningless. When no row is scored, it computes nothing and returns zeros.
     """
     num_tokens = len(hidden)

@@ -33,6 +33,9 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    DropWeights,
+    EmptyAdapters,
+    FillAdapter,
     FillSideRows,
     ForkSlots,
     Forward,
@@ -79,7 +82,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import codes_of
 from sharding.axis import EachReplica
 from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas
-from sharding.rules import DATA
+from sharding.rules import DATA, STAGE
 
 
 class Runner(PlanRunner):
@@ -160,7 +163,8 @@ class Runner(PlanRunner):
         compiler = StepCompiler(shapes, pages, spec, shape, backend, mesh, sampling, make_program, proposer)
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
-        self._adapter_fills = AdapterFills(shapes[LORA], spec, mesh, make_program) if spec.has_lora else None
+        self._adapter_fills = AdapterFills(shapes, spec, mesh, make_program) if spec.has_lora else None
+        self._with_magnitudes: dict[int, LoraAdapter] = {}  # in their slots; other weights give them other ratios
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -177,6 +181,8 @@ class Runner(PlanRunner):
             self._store_masks,
             self._fork,
         ]
+        if self._adapter_fills is not None and leader is None and mesh.shape[STAGE] == 1:
+            rarely.append(self._adapter_fills.compile_ratios)
         if shape.side is not None:
             self.unchanging[FillSideRows] = shape.side.nothing()
             self._fill_side_rows = cache(partial(compile_update, store_side_rows, FillSideRows))
@@ -257,6 +263,7 @@ class Runner(PlanRunner):
         """
         assert self._leader is None, "no other process has these arrays"
         self._params = restored(params)
+        self._bring_again()
         if self.expert_slots is not None:
             self.expert_slots.read(self._params)
 
@@ -292,22 +299,35 @@ class Runner(PlanRunner):
         self.call(UnparkWeights())
 
     def drop_weights(self) -> None:
-        """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
+        """Frees the weights, so that `replace_params` or `read_params` must bring others. Arrays that others hold stay.
 
         What belongs to a draft model or to adapters stays as well, because nothing replaces it.
-
-        Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
         """
-        if self._leader is not None:
-            raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
-        others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
-        own = {name: value for name, value in self._params.items() if name not in others}
-        self._params = parked(own, keeps=False) | others
+        self.call(DropWeights())
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        if self._leader is None:
+            self._fill_adapter(slot, adapter.arrays, adapter.has_magnitudes)
+        else:
+            self.call(FillAdapter(AdapterFills.packed(adapter.arrays), slot))
+        self._with_magnitudes.pop(slot, None)
+        if adapter.has_magnitudes:
+            self._with_magnitudes[slot] = adapter
+
+    def _fill_adapter(self, slot: int, arrays: Any, has_magnitudes: bool = False) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
-        filled = self._adapter_fills.fill(self._params[LORA], slot, adapter.arrays)
-        self._params = self._params | {LORA: filled}
+        self._params = self._adapter_fills.fill(self._params, slot, arrays, has_magnitudes)
+
+    def _bring_again(self) -> None:
+        """Brings the adapters whose ratios depend on weights that others have replaced."""
+        for slot, adapter in [*self._with_magnitudes.items()]:
+            self.bring_adapter(slot, adapter)
+
+    def empty_adapters(self) -> None:
+        """Makes the slots of adapters as new, if there are any. A fill that broke off may have taken them along."""
+        if self._adapter_fills is not None and self.has_weights:
+            self.call(EmptyAdapters())
+            self._with_magnitudes.clear()
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""
@@ -325,7 +345,7 @@ class Runner(PlanRunner):
         return self._loads
 
     def memory_use(self) -> MemoryUse:
-        """Returns what this runner takes of each device."""
+        """Returns what this runner takes of each device: nothing for weights and pages that sleep."""
         return MemoryUse(
             weights=_bytes_on_a_device(self._params),
             pages=_bytes_on_a_device(self._kv_pages),
@@ -399,6 +419,16 @@ class Runner(PlanRunner):
             case UnparkWeights():
                 if not self.has_weights and not are_dropped(self._params):
                     self._params = restored(self._params)
+            case DropWeights():
+                others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
+                own = {name: value for name, value in self._params.items() if name not in others}
+                self._params = parked(own, keeps=False) | others
+            case FillAdapter(packed, slot):
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._fill_adapter(slot, self._adapter_fills.unpacked(packed))
+            case EmptyAdapters():
+                assert self._adapter_fills is not None, "there is no room for adapters"
+                self._params = self._params | {LORA: self._adapter_fills.empty()}
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages = self._new_pages()
@@ -440,7 +470,8 @@ def _filled_up(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np
 
 
 def _bytes_on_a_device(tree: Any) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    there = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))  # and not parked
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
 def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxvllm.models.decoder import project_logits
+from jaxvllm.models.decoder import for_head, project_logits
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
@@ -87,6 +87,7 @@ def forward(
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
+    hidden = for_head(params, model.shard, hidden, computed.adapters)
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
     scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None, computed.choices)

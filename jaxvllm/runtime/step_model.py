@@ -18,7 +18,7 @@ from jaxvllm.runtime.cache_shape import CacheShape, KVCachePages
 from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.layer_cache import Kept, LayerCache, TakenIn
 from jaxvllm.runtime.penalties import count_tokens
-from jaxvllm.runtime.pipeline import NO_PIPELINE, Pipeline
+from jaxvllm.runtime.pipeline import NO_PIPELINE, OfTokens, Pipeline
 from jaxvllm.runtime.row_blocks import by_blocks, rows_of_block
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, DeviceLogprobs, SamplerOptions, logprobs, sample
 from jaxvllm.runtime.slot_fields import ADAPTER, DeviceState, Rows, SlotSizes
@@ -72,7 +72,7 @@ class StepModel:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads", "choices"],
+    data_fields=["rows", "token_ids", "hidden", "states", "taken", "loads", "choices", "adapters"],
     meta_fields=[],
 )
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Computed:
     taken: TakenIn = field(default_factory=dict)  # that the states of layers may still take in
     loads: jax.Array | None = None  # u32[L, X]: tokens that have chosen each expert, where they are counted
     choices: jax.Array | None = None  # [T, layers with experts, k]: the experts of each token, where they are told
+    adapters: TokenAdapters | None = None  # of the tokens, if any has one
 
 
 # What is added to a token in the output of a step with drafts, if it was one of them: a bit that no token id has.
@@ -125,7 +126,9 @@ def compute(
     """
     shard, num_groups = model.shard, model.sizes.num_groups
     own_pages, others = kv_pages[:num_groups], kv_pages[num_groups:]
-    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows)
+    slots = None if adapters is None else adapters[rows.token_rows]
+    token_adapters = None if slots is None else TokenAdapters.of(slots, shard.num_lora_slots, model.backend)
+    x = embed_tokens(params, shard, token_ids, rows.positions, model.axis, side_rows, token_adapters)
     embeddings = embed_for_layers(params, shard, token_ids, x, model.axis)
     with_tables, is_cut = replace(rows, page_table=tables), model.pipeline.cuts_rows(rows)
 
@@ -134,13 +137,14 @@ def compute(
 
     first = model.first_layer
     told = ChoiceShape.of(model.spec) if model.sampling.tells_experts else None
-    of_tokens = None if adapters is None else TokenAdapters.of(adapters[rows.token_rows], shard.num_lora_slots)
-    assert of_tokens is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
+    of_tokens = OfTokens(embeddings, slots)
     assert is_read is None or model.pipeline.stages.size == 1, "microbatches have other tokens"
 
     def run(
-        part: ModelSpec, x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept
+        part: ModelSpec, x: jax.Array, of_tokens: OfTokens, rows: RaggedRows, kept: Kept
     ) -> tuple[jax.Array, jax.Array, Kept]:
+        slots = of_tokens.adapters
+        own_adapters = None if slots is None else TokenAdapters.of(slots, shard.num_lora_slots, model.backend)
         cache = cache_of(part, rows, kept.pages)
         cache.make_plans()
 
@@ -152,10 +156,10 @@ def compute(
                 kept = kept._replace(choices=told.stored(kept.choices, chosen, number))
             return kept
 
-        ways = cache.attend, model.axis, depths, embeddings, cache.recur, rows.is_real(), is_read
+        ways = cache.attend, model.axis, depths, of_tokens.embeddings, cache.recur, rows.is_real(), is_read
         counting = count if model.shape.counts_loads or told is not None else None
         x, states, kept = run_part(
-            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, of_tokens
+            params, part, x, rows.positions, cache.without_choice(kept), *ways, counting, model.backend, own_adapters
         )
         return x, states, kept._replace(chosen=None)
 
@@ -164,32 +168,33 @@ def compute(
         kept = kept._replace(choices=told.zeros(len(token_ids)))
     x = begin_layers(params, shard, x)
     if model.pipeline.stages.size == 1:
-        x, states, kept = run(shard, x, embeddings, with_tables, kept)
+        x, states, kept = run(shard, x, of_tokens, with_tables, kept)
     else:
         assert not depths, "a proposer that reads states after layers needs them all on one device"
 
         def run_stage(
-            part: ModelSpec, embeddings: jax.Array | None, rows: RaggedRows, before: tuple[jax.Array, Kept]
+            part: ModelSpec, of_tokens: OfTokens, rows: RaggedRows, before: tuple[jax.Array, Kept]
         ) -> tuple[jax.Array, Kept]:
             x, kept = before
-            if embeddings is not None:
-                embeddings = jax.lax.dynamic_slice_in_dim(embeddings, first, part.num_layers)
-            x, _, kept = run(part, x, embeddings, rows, kept)
+            if of_tokens.embeddings is not None:
+                own = jax.lax.dynamic_slice_in_dim(of_tokens.embeddings, first, part.num_layers)
+                of_tokens = replace(of_tokens, embeddings=own)
+            x, _, kept = run(part, x, of_tokens, rows, kept)
             return x, kept
 
-        def layers(x: jax.Array, embeddings: jax.Array | None, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
+        def layers(x: jax.Array, of_tokens: OfTokens, rows: RaggedRows, kept: Kept) -> tuple[jax.Array, Kept]:
             for part, stages in model.parts.items():
-                x, kept = model.pipeline.only_on(stages, partial(run_stage, part, embeddings, rows), (x, kept))
+                x, kept = model.pipeline.only_on(stages, partial(run_stage, part, of_tokens, rows), (x, kept))
             return x, kept
 
         # Drafts of a row that states look ahead at stay together.
-        x, kept = model.pipeline.compute(layers, x, embeddings, with_tables, kept, model.axis, bool(kept.taken))
+        x, kept = model.pipeline.compute(layers, x, of_tokens, with_tables, kept, model.axis, bool(kept.taken))
         states = jnp.zeros((0, *x.shape), x.dtype)
         if kept.loads is not None:
             kept = kept._replace(loads=model.pipeline.stages.sum(kept.loads))
     x = end_layers(params, shard, x)
     hidden = final_norm(params, shard, x)
-    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads, kept.choices), (
+    return Computed(rows, token_ids, hidden, states, kept.taken, kept.loads, kept.choices, token_adapters), (
         *kept.pages,
         *others,
     )

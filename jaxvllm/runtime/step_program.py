@@ -216,9 +216,14 @@ class StepCompiler:
         numbers = self.of_replicas((num_rows,), jnp.int32)
         return Unsampled(self.hidden(num_rows), numbers, numbers)
 
+    @property
+    def hidden_size(self) -> int:
+        """The size of a hidden state, with which what the LM head reads begins."""
+        return self.spec.hidden_size
+
     def hidden(self, count: int) -> Any:
-        """Returns the shape of so many hidden states."""
-        return self.of_replicas((count, self.spec.hidden_size), activation_dtype(self.params))
+        """Returns the shape of what the LM head reads of so many tokens."""
+        return self.of_replicas((count, self.spec.head_inputs), activation_dtype(self.params))
 
     def choices(self, count: int) -> Any:
         """Returns the shape of the experts that so many tokens have chosen."""

@@ -32,9 +32,9 @@ def _program(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> Callable[[], jax.Array
     axes = struct.sharding.spec
     shard = jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)
     make = jax.ffi.ffi_call(_TARGET, shard)
-    program: Callable[[], jax.Array] = jax.jit(
-        jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=axes, check_vma=False)
-    )
+    traced = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=axes, check_vma=False)).trace()
+    # Kept compiled: jax.clear_caches() would forget it, and an engine that wakes up compiles nothing.
+    program: Callable[[], jax.Array] = traced.lower().compile()
     return program
 
 

@@ -1,12 +1,16 @@
 """`AdapterNames`: the adapters that requests may name as their model, and where new ones may come from."""
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
 from jaxvllm.core.lora import LoRARequest
 from jaxvllm.server.errors import ApiError
+
+# The names of directories that requests may name without loading them first: no path, and nothing that is hidden.
+_DIRECTORY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def read_modules(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -59,6 +63,19 @@ class AdapterNames:
     def get(self, name: str) -> LoRARequest | None:
         """Returns the adapter of that name, if there is one."""
         return self._requests.get(name)
+
+    def is_known(self, name: str) -> bool:
+        """Returns whether the model or an adapter has that name."""
+        return name in self._models or name in self._requests
+
+    def has_directory(self, name: str) -> bool:
+        """Returns whether an adapter that could be added is in the directory of that name."""
+        if self._directory is None or not _DIRECTORY_NAME.fullmatch(name):
+            return False
+        try:
+            return (self._allowed(name) / "adapter_config.json").is_file()
+        except (ApiError, OSError):  # what leads out of the directory is nothing to those who guess names
+            return False
 
     def prepared(self, name: str, path: str, replaces: bool) -> LoRARequest:
         """Returns an adapter that could be added. Raises ApiError where its name is in use, or its path not allowed.

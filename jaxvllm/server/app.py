@@ -1,9 +1,11 @@
 """The FastAPI application: it has every endpoint of one `Service`, and gives all errors the same shape."""
 
 from functools import cache, partial
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jaxvllm
@@ -34,10 +36,11 @@ from jaxvllm.server.service import Service
 
 def create_app(service: Service) -> FastAPI:
     """Makes the application with all endpoints. `HttpDoor` adds the guards (keys, limits) around it."""
-    app = FastAPI(
+    app = DocumentedApp(
         title="jaxvllm",
         version=jaxvllm.__version__,
         description="LLM inference in JAX behind the APIs of OpenAI and Anthropic.",
+        openapi_url=None,  # FastAPI's own route would hold all other requests up while the document is made
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # it would redirect clients to the Host that they sent, which may be any host
@@ -70,8 +73,14 @@ def create_app(service: Service) -> FastAPI:
     app.state.around_refusals = partial(AfterStart, service=service)
     page = cache(lambda: http_doc.page(app))
 
+    # These two are not async, so that they run in a thread: the first call takes a while.
+
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> JSONResponse:
+        return JSONResponse(app.openapi())
+
     @app.get("/docs", include_in_schema=False)
-    def docs() -> Response:  # not async, so that it runs in a thread: the first call takes a while
+    def docs() -> Response:
         # The page may run no script, so that no text in it can become one. Its style is inline.
         headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
         return Response(page(), headers=headers, media_type="text/html")
@@ -81,8 +90,24 @@ def create_app(service: Service) -> FastAPI:
         return from_validation(error.errors()).response(request.scope)
 
     add_error_handlers(app, as_api_error)
-    _forget_422(app)
     return app
+
+
+class DocumentedApp(FastAPI):
+    """An application whose OpenAPI document says that a bad body is answered with 400, as it is.
+
+    The document is made when it is first asked for: it takes 0.47 s of the CPU, which no start has to wait for.
+    """
+
+    def openapi(self) -> dict[str, Any]:
+        """Returns the document without FastAPI's own response to a bad body, which has status 422."""
+        document = super().openapi()
+        for methods in document["paths"].values():
+            for endpoint in methods.values():
+                endpoint["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
 
 
 class HeadAsGet:
@@ -103,13 +128,3 @@ class HeadAsGet:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
         await self._app({**scope, "method": "GET"}, receive, send_head)
-
-
-def _forget_422(app: FastAPI) -> None:
-    """Removes FastAPI's own response to a bad body from the OpenAPI document: the application answers 400 instead."""
-    document = app.openapi()
-    for methods in document["paths"].values():
-        for endpoint in methods.values():
-            endpoint["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        document["components"]["schemas"].pop(name, None)

@@ -31,6 +31,7 @@ class ServerConfig(HttpConfig):
     lora_modules: tuple[str, ...] = ()  # adapters that requests may name as their model: NAME=PATH
     # Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters within this directory.
     lora_directory: str | None = None
+    lora_resolver: bool = False  # load an unknown model that a request names from its directory in lora_directory
     tool_call_parser: str = "auto"  # how the model writes tool calls, by vLLM's names; auto: as its template shows
     enable_auto_tool_choice: bool = True  # false: no request may leave it to the model whether it calls a tool
     metrics_prefix: str = "jaxvllm"  # first part of the names of metrics; with vllm, dashboards made for vLLM work
@@ -71,6 +72,8 @@ class ServerConfig(HttpConfig):
                     "lora_directory lets the adapters change, which each of several API processes would have to know: "
                     "leave api_server_count out, or give lora_modules"
                 )
+        elif self.lora_resolver:
+            raise ValueError("lora_resolver looks adapters up in lora_directory: set it, too")
         object.__setattr__(self, "default_chat_template_kwargs", json.dumps(self._read_variables()))
 
     @property

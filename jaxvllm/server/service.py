@@ -15,6 +15,7 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
+from jaxvllm.server.adapter_loader import AdapterLoader
 from jaxvllm.server.adapter_names import AdapterNames, read_modules
 from jaxvllm.server.argument_check import ArgumentCheck
 from jaxvllm.server.config import ServerConfig
@@ -61,6 +62,7 @@ class Service(Drainable):
         own_name = Path(llm.config.model).name if Path(llm.config.model).is_absolute() else llm.config.model
         self.model_names = config.served_model_name or (own_name,)
         self.adapters = AdapterNames(read_modules(config.lora_modules), self.model_names, config.lora_directory)
+        self.adapter_loader = AdapterLoader(self.adapters, llm, finds=config.lora_resolver)
         if (config.lora_modules or config.lora_directory is not None) and not llm.config.enable_lora:
             raise ValueError("lora_modules and lora_directory need room for adapters: set enable_lora, too")
         self.fingerprint = _fingerprint(own_name, llm.config)
@@ -135,6 +137,12 @@ class Service(Drainable):
         if asked not in self.model_names and self.adapters.get(asked) is None:
             raise self._unknown(asked)
         return asked
+
+    async def found_model(self, asked: str | None) -> str:
+        """Returns the same, of an adapter that is loaded for it first where the operator allows that."""
+        if asked is not None:
+            await self.adapter_loader.find(asked)
+        return self.model_name(asked)
 
     def _unknown(self, asked: str) -> ApiError:
         shown = asked if len(asked) <= 60 else asked[:57] + "..."

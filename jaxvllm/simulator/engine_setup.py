@@ -50,7 +50,7 @@ class EngineSetup:
         the temporaries of a step: nothing is compiled. Raises ValueError when the model does not fit.
         """
         platform = deployment.target.platform
-        resolved = ResolvedConfig.of(config, deployment.hf_config, platform)
+        resolved = ResolvedConfig.of(config, deployment.hf_config, platform, deployment.target.multiplies_bf16)
         num_pages = config.num_pages
         if num_pages is None:
             memory = Memory.of(deployment, 0, config.memory_utilization, deployment.page_size)

@@ -51,16 +51,18 @@ class Handler:
         features = hashlib.sha256(repr(self.chip).encode()).hexdigest()[:8]
         return "_".join(("jaxvllm", self.emit.__name__, *map(str, self.options), str(self.chip.lanes), features))
 
-    def __call__(self, out: Any, *arguments: jax.Array) -> Any:
+    def __call__(self, out: Any, *arguments: jax.Array, in_place: bool = False) -> Any:
         """Calls it in a traced function. Neither XLA nor the handler checks shapes: callers must.
 
-        `out` is the shape of its result, or a list of these.
+        `out` is the shape of its result, or a list of these. With `in_place` it is where the first argument is, which
+        XLA copies if anything else reads it.
         """
         if (submit := _SUBMIT.get()) is None:
             _registered().add(self.target, self._compile)
         else:
             submit(self.target, self._compile)
-        return jax.ffi.ffi_call(self.target, out)(*arguments)
+        aliases = {0: 0} if in_place else None
+        return jax.ffi.ffi_call(self.target, out, input_output_aliases=aliases)(*arguments)
 
     def _compile(self) -> bytes:
         from pallas_kernels.cpu.machine_code import compile_handler

@@ -70,7 +70,8 @@ def choose_tiles(
     gate: Gate | None,
     chip: GpuChip,
 ) -> GroupTiles | None:
-    """Returns the tiles of `grouped_matmul`, or None where it does not take the dtype or the sizes.
+    """Returns the tiles of `grouped_matmul`, or None where it does not take the dtype, the sizes or a chip that has no
+    copy engine.
 
     A matrix must have a multiple of 8 rows, each half of a gated one too, and of 16 columns, at least 64 of each.
     """
@@ -78,6 +79,8 @@ def choose_tiles(
     together = 1 if gate is None else 2
     num_columns = prod(w.shape[1:-1]) // together
     if x.dtype.name not in KERNEL_DTYPES["gpu"] or w.dtype != x.dtype or min(size, num_columns) < LANES:
+        return None
+    if not chip.has_copy_engine:
         return None
     if size % SWIZZLES[-1] or num_columns % SWIZZLED_ROWS:
         return None

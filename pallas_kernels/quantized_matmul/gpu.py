@@ -4,6 +4,8 @@ A unit of work is some rows of x, 64 or 128 rows of a matrix, and a part of the 
 fetches rows and codes by TMA, stage by stage, and goes on with the next unit while warpgroups compute this one, each
 with 64 rows of the matrix. A matrix unit takes these from registers, and the rows of x from shared memory. It adds up
 the inputs of a group alone, so that the sums are multiplied by scales, in float32, and no element is rounded.
+
+GPUs without TMA have another kernel, that of `gpu_before_hopper`.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, drain, in_turn, plan_visits, visits_of_one
 from pallas_kernels.mosaic_gpu import Ref, fetch_in, interpretation, matrix_unit_of
+from pallas_kernels.quantized_matmul import gpu_before_hopper
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles
@@ -65,6 +68,24 @@ def quantized_matmul(
     not rise, and matrices that are not there, are not detected.
     """
     num_rows, size = x.shape
+    if not chip.has_copy_engine:
+        assert sizes is None, "choose_tiles has no tiles for rows of codes"
+        return gpu_before_hopper.quantized_matmul(
+            x,
+            codes,
+            scales,
+            zeros,
+            starts,
+            first,
+            row_scales,
+            code=code,
+            scale_dtype=scale_dtype,
+            dtype=dtype,
+            tiles=tiles,
+            chip=chip,
+            panels=panels,
+            interpret=interpret,
+        )
     if scales.dtype.itemsize == 1:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_matrices, num_columns, _ = codes.shape

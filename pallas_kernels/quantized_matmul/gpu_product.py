@@ -34,6 +34,10 @@ class QuantizedUnit(NamedTuple):
     split: jax.Array
 
 
+# The scales and the zeros of a stage, [64] for each of its groups, or words of scales.
+type StageFactors = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+
+
 class CodeFactors(NamedTuple):
     """The scales and zeros of codes in global memory, and the masks that decode them in registers."""
 
@@ -173,21 +177,8 @@ class QuantizedProduct:
         """Multiplies the rows of a unit by a warpgroup's 64 rows of the matrix, and stores the results into out."""
         column, first = unit.column + half * TILE, unit.split * self.steps
 
-        def of_groups(ref: Ref, step: jax.Array) -> tuple[jax.Array, ...]:
-            """Loads what the groups of a stage have, [64] for each part of the stage that is added up alone."""
-            begins = range(0, self.inputs, self.unit)
-            if self.group == self.unit:
-                return self.registers.row_values(ref, unit.matrix, column, step * len(begins), len(begins))
-            groups = [lax.div(step * self.inputs + begin, jnp.int32(self.group)) for begin in begins]
-            return tuple(self.registers.row_values(ref, unit.matrix, column, at, 1)[0] for at in groups)
-
-        def of_stage(step: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-            if self.is_of_codes and not self.rounds_groups:
-                return (), ()
-            if self.folds:
-                count = self.inputs // self.group
-                return self.registers.row_words(factors.scales, unit.matrix, column, step * count, count), ()
-            return of_groups(factors.scales, step), of_groups(factors.zeros, step) if self.has_zeros else ()
+        def of_stage(step: jax.Array) -> StageFactors:
+            return self.of_stage(factors, unit.matrix, column, step)
 
         def multiply(step: jax.Array, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
             (scales, zeros), total = carry
@@ -203,19 +194,13 @@ class QuantizedProduct:
                     sums *= lax.broadcast_in_dim(self._of_tokens(memory["token_sizes"].at[slot]), sums.shape, (1,))
                 total += sums
             else:
-                total = self._plus(total, self.registers.words(codes), rows, scales, zeros, factors.masks)
+                total = self.plus(total, codes, rows, (scales, zeros), factors.masks)
             plgpu.commit_smem()  # ordinary reads must be over before the next copy writes
             plgpu.barrier_arrive(memory["free"].at[slot])
             return later, total
 
-        total = plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
-        _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), total))
-        lost = 2.0**-FOLDED_EXPONENT if self.folds else 1.0
-        if self.folds and not self.has_row_scales:
-            total = total * lost
-        if self.has_row_scales:
-            [of_row] = self.registers.row_values(factors.of_rows, unit.matrix, column, jnp.int32(0), 1)
-            total = total * lax.broadcast_in_dim(of_row.astype(jnp.float32) * lost, total.shape, (0,))
+        _, total = lax.fori_loop(0, self.steps, multiply, (of_stage(first), self.nothing()))
+        total = self.of_rows(total, factors, unit.matrix, column)
         if self.is_of_codes and not self.rounds_groups:
             sizes = self._of_tokens(factors.of_tokens.at[0, pl.ds(unit.tile, self.tiles.tokens)])
             total = total * lax.broadcast_in_dim(sizes, total.shape, (1,))
@@ -226,21 +211,47 @@ class QuantizedProduct:
         low, high = unit.low - unit.tile, unit.high - unit.tile
         store_rows(staging, out.at[unit.split, :, pl.ds(column, TILE)], unit.tile, low, high)
 
-    def _plus(
-        self,
-        total: jax.Array,
-        words: jax.Array,
-        rows: Ref,
-        scales: tuple[jax.Array, ...],
-        zeros: tuple[jax.Array, ...],
-        masks: tuple[jax.Array, ...],
+    def nothing(self) -> jax.Array:
+        """Returns sums f32[64, tokens] before the first product."""
+        return plgpu.layout_cast(jnp.zeros((TILE, self.tiles.tokens), jnp.float32), plgpu.Layout.WGMMA)
+
+    def of_stage(self, factors: CodeFactors, matrix: jax.Array, row: jax.Array, step: jax.Array) -> StageFactors:
+        """Loads the scales and the zeros of 64 rows of a matrix for the inputs of stage number `step`."""
+
+        def of_groups(ref: Ref) -> tuple[jax.Array, ...]:
+            """Loads what the groups of a stage have, [64] for each part of the stage that is added up alone."""
+            begins = range(0, self.inputs, self.unit)
+            if self.group == self.unit:
+                return self.registers.row_values(ref, matrix, row, step * len(begins), len(begins))
+            groups = [lax.div(step * self.inputs + begin, jnp.int32(self.group)) for begin in begins]
+            return tuple(self.registers.row_values(ref, matrix, row, at, 1)[0] for at in groups)
+
+        if self.is_of_codes and not self.rounds_groups:
+            return (), ()
+        if self.folds:
+            count = self.inputs // self.group
+            return self.registers.row_words(factors.scales, matrix, row, step * count, count), ()
+        return of_groups(factors.scales), of_groups(factors.zeros) if self.has_zeros else ()
+
+    def of_rows(self, total: jax.Array, factors: CodeFactors, matrix: jax.Array, row: jax.Array) -> jax.Array:
+        """Multiplies sums f32[64, tokens] of 64 rows of a matrix by what they all lack, and by the scales of rows."""
+        lost = 2.0**-FOLDED_EXPONENT if self.folds else 1.0
+        if self.has_row_scales:
+            [of_row] = self.registers.row_values(factors.of_rows, matrix, row, jnp.int32(0), 1)
+            return total * lax.broadcast_in_dim(of_row.astype(jnp.float32) * lost, total.shape, (0,))
+        return total * lost if self.folds else total
+
+    def plus(
+        self, total: jax.Array, codes: Ref, rows: Ref, factors: StageFactors, masks: tuple[jax.Array, ...]
     ) -> jax.Array:
-        """Adds the products of a stage to total f32[64, tokens]."""
+        """Adds the products of rows x and 64 rows of codes in shared memory, of a stage, to total f32[64, tokens]."""
+        words, (scales, zeros) = self.registers.words(codes), factors
         if self.folds:
             operand, columns = self.registers.decoded(words, None, masks, scales), rows.transpose((1, 0))
-            if self.matrix_unit == "mma" and not self.interpret:
+            if self.matrix_unit != "wgmma" and not self.interpret:
                 # Sums of their own would be 64 registers more of 128 rows, of which ptxas spills two.
-                return plgpu.mma(total, operand, plgpu.load(columns, layout=plgpu.Layout.MMA_RHS(self.dtype)))
+                columns = plgpu.load(columns, layout=plgpu.Layout.MMA_RHS(self.dtype))
+                return plgpu.mma(total, operand, columns)
             return total + self._products([(operand, columns)])[0]
         width = self.unit // (self.code.per_byte * WORD_BYTES)
         for parts in batched(range(len(scales)), max(1, 2 * MOST_SUMS // self.tiles.tokens)):
@@ -275,12 +286,11 @@ class QuantizedProduct:
                 for matrix, rows in operands
             ]
         shape = TILE, self.tiles.tokens
-        if self.matrix_unit == "mma":
-            zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        if self.matrix_unit != "wgmma":
             layout, of_matrix = plgpu.Layout.MMA_RHS(self.dtype), plgpu.Layout.MMA_LHS(self.dtype)
             return [
                 plgpu.mma(
-                    zeros,
+                    self.nothing(),
                     plgpu.load(matrix, layout=of_matrix) if self.is_of_codes else matrix,
                     plgpu.load(rows, layout=layout),
                 )

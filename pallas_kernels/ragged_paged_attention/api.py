@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention.layout import (
     ScaledPages,
     codes_of,
     scale_shape,
+    takes_warps,
 )
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -46,18 +47,27 @@ def plan_rows(
     latents in them. XLA does not move the planning out of a loop over layers by itself: it would be some six small
     kernels a layer on GPU.
     """
-    if backend.kind != "gpu":
+    if not isinstance(backend.chip, GpuChip):
         return None
-    from pallas_kernels.ragged_paged_attention import gpu
-
-    assert isinstance(backend.chip, GpuChip)
     codes: jax.Array | jax.ShapeDtypeStruct = codes_of(kv_pages)
     width = codes.shape[-1]
     head_size = width // 2 if latent_size is None else width
     value_size = None if latent_size is None else RowLayout.of(head_size, latent_size, backend).value_size
     q = jax.ShapeDtypeStruct((len(rows.token_rows), num_heads, head_size), dtype)
     by_token = isinstance(kv_pages, ScaledPages)
-    return gpu.make_plan(rows, q, codes, backend.chip, value_size, by_token=by_token)
+    return _gpu_kernels(backend.chip).make_plan(rows, q, codes, backend.chip, value_size, by_token=by_token)
+
+
+def _gpu_kernels(chip: GpuChip) -> Any:
+    """Returns the package of kernels for this GPU. Kernels are imported where they run, because Pallas takes half a
+    second of start-up."""
+    if takes_warps(chip):
+        from pallas_kernels.ragged_paged_attention import gpu_mma
+
+        return gpu_mma
+    from pallas_kernels.ragged_paged_attention import gpu
+
+    return gpu
 
 
 def ragged_paged_attention(
@@ -143,12 +153,9 @@ def ragged_paged_attention(
         if new is not None:
             pages = write_kv(new, pages, layer, rows)
         options |= {"scales": scales}
-        if backend.kind == "gpu":
-            from pallas_kernels.ragged_paged_attention import gpu
-
-            assert isinstance(backend.chip, GpuChip)
+        if isinstance(backend.chip, GpuChip):
             options |= {"plan": plan, "latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
-            out = gpu.attend(q, pages, layer, rows, **options)
+            out = _gpu_kernels(backend.chip).attend(q, pages, layer, rows, **options)
         else:
             options |= {"value_size": layout.value_size, "quantization": quantization}
             if backend.kind == "cpu":

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import GpuChip
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
 
 # f[L, P, K, S, W]: a token's key, then its value, on the last axis. A page of one head is contiguous, so one copy
@@ -67,14 +68,25 @@ LATENT_ALIGNMENT = {"reference": 1, "tpu": 128, "gpu": 128, "cpu": 16}
 # The GPU's kernels keep the sums of a tile of queries in registers, and larger heads do not fit. Beside the queries of
 # latents, and keys of 576 (DeepSeek V3), shared memory has room for two blocks of the latter, but not of wider ones.
 LARGEST_GPU_HEAD, LARGEST_GPU_KEY = 256, 576
+# The first numbers of the compute capabilities of GPUs whose matrix units have instructions for a warp alone. Those of
+# Hopper (9) and of B200 (10) work for a whole warpgroup.
+WARP_GENERATIONS = (7, 8, 12)
+
+
+def takes_warps(chip: GpuChip) -> bool:
+    """Returns whether attention on this GPU is that of the kernels `gpu_mma`, and not that of `gpu`."""
+    return chip.compute_capability[0] in WARP_GENERATIONS
 
 
 def backend_for(head_size: int, backend: Backend, latent_size: int | None = None) -> Backend:
     """Returns `backend`, or the reference where its kernels have no such heads: of 512 (Gemma 4), or latents with keys
-    of an index (DeepSeek V3.2)."""
+    of an index (DeepSeek V3.2). GPUs before Hopper, and those of GeForce and RTX PRO, have no kernel for latents."""
+    if not isinstance(backend.chip, GpuChip):
+        return backend
     largest = LARGEST_GPU_HEAD if latent_size is None else LARGEST_GPU_KEY
-    is_missing = backend.kind == "gpu" and RowLayout.of(head_size, latent_size, backend).key_size > largest
-    return REFERENCE if is_missing else backend
+    has_heads = RowLayout.of(head_size, latent_size, backend).key_size <= largest
+    is_missing = latent_size is not None and takes_warps(backend.chip)
+    return backend if has_heads and not is_missing else REFERENCE
 
 
 def padded_head_size(head_size: int, backend: Backend) -> int:

@@ -159,8 +159,30 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str, weight_dtype: str) 
     """Emits the product of `rows` rows with COLUMNS columns. Each is a sum over vectors, then over lanes."""
     t = e.function(f"tile{rows}", 6)
     x, weight, scales, y, K, N = t.arguments
+    addresses = [x + K * m * SIZE_OF[dtype] for m in range(rows)]
+    of_int8 = scales if weight_dtype == INT8 else None
+    dot_products(t, addresses, weight, of_int8, y, K, N, dtype, out_dtype, weight_dtype)
+    return t.finish()
+
+
+def dot_products(
+    t: Emitter,
+    rows: Sequence[Value],
+    weight: Value,
+    scales: Value | None,
+    y: Value,
+    K: Value,
+    N: Value,
+    dtype: str,
+    out_dtype: str,
+    weight_dtype: str,
+) -> None:
+    """Emits the products of rows of K numbers, at these addresses, with the first COLUMNS rows of a matrix [.., K].
+
+    The result at `y` has rows of N numbers. `scales`: those of the matrix's rows, if it is int8.
+    """
     size, weight_size = SIZE_OF[dtype], SIZE_OF[weight_dtype]
-    totals = {(m, n): t.variable(t.vector(0)) for m in range(rows) for n in range(COLUMNS)}
+    totals = {(m, n): t.variable(t.vector(0)) for m in range(len(rows)) for n in range(COLUMNS)}
     pairs = dtype == weight_dtype == "bfloat16" and t.chip.has_bf16_dot
     step = t.lanes * 2 if pairs else t.lanes
 
@@ -170,10 +192,10 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str, weight_dtype: str) 
     def add(k: Value, mask: Value | None = None) -> None:
         for n in range(COLUMNS):
             t.prefetch(weight + (K * (n + AHEAD) + k) * weight_size, level=2)
-        a = [load(x + (K * m + k) * size, dtype, mask) for m in range(rows)]
+        a = [load(row + k * size, dtype, mask) for row in rows]
         for n in range(COLUMNS):
             b = load(weight + (K * n + k) * weight_size, weight_dtype, mask)
-            for m in range(rows):
+            for m in range(len(rows)):
                 totals[m, n].set((dot_pairs if pairs else t.fma)(a[m], b, totals[m, n].get()))
 
     whole = K // step * step
@@ -181,16 +203,15 @@ def _tile(e: Emitter, rows: int, dtype: str, out_dtype: str, weight_dtype: str) 
         add(k)
     with t.when(whole < K):
         add(whole, first_lanes(K - whole, step))
-    if weight_dtype == INT8:
+    if scales is not None:
         columns = t.load(scales, mask=first_lanes(t.integer(COLUMNS), t.lanes))
         scale = shuffle(columns, columns, [place % COLUMNS for place in range(t.lanes)])
     places = list(totals)
     for first in range(0, len(places), t.lanes):
         some = places[first : first + t.lanes]
         total = sums([totals[place].get() for place in some])
-        total = total * scale if weight_dtype == INT8 else total
+        total = total if scales is None else total * scale
         for start in range(0, len(some), COLUMNS):
             m, n = some[start]
             address = y + (N * m + n) * SIZE_OF[out_dtype]
             t.store(address, shuffle(total, total, range(start, start + COLUMNS)), out_dtype)
-    return t.finish()

@@ -20,6 +20,7 @@ from jaxvllm.core.kv_events import (
     hash_key,
     page_keys,
 )
+from jaxvllm.core.lora import LoraAdapter, adapter_in, salt_without_adapter
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
@@ -160,7 +161,12 @@ def test_a_reader_knows_what_can_be_found(num_pages: int, windowed: bool, cachin
             assert mirror.pages.get((0, hash_key(digest)), tokens) == tokens
 
 
-def request_of(tokens: Sequence[int], salt: str | None = None, session_id: str | None = None) -> Request:
+def request_of(
+    tokens: Sequence[int],
+    salt: str | None = None,
+    session_id: str | None = None,
+    adapter: LoraAdapter | None = None,
+) -> Request:
     prompt = Prompt(None, np.array(tokens, np.int32), salt)
     return Request(
         asked=GenerationRequest("one", prompt, SamplingParams(), session_id=session_id),
@@ -168,6 +174,7 @@ def request_of(tokens: Sequence[int], salt: str | None = None, session_id: str |
         stop_token_ids=(),
         limit=64,
         key=QueueKey(0, 0),
+        adapter=adapter,
     )
 
 
@@ -203,6 +210,17 @@ def test_pages_that_follow_each_other_are_one_event_behind_their_parent() -> Non
 def test_a_salt_is_told_of_the_first_page_of_a_prompt_alone() -> None:
     first, second = stored([0] * 8, [0, 1, 3], salt="tenant")
     assert (first.extra_keys, second.extra_keys) == ([("tenant",), None], None)
+
+
+def test_an_adapter_is_told_by_its_name_and_in_the_salt() -> None:
+    log, adapter = KVEventLog(2), LoraAdapter("sql", b"\x01\x02", None)
+    request = request_of([0] * 4, adapter.salt("mine"), adapter=adapter)
+    log.stored(0, "full_attention", None, [0, 1], request.hashes(2), request)
+    [event] = as_vllm_reads(log.take())
+    assert (event.lora_name, event.extra_keys) == ("sql", [("lora:0102:mine",), None])
+    assert adapter_in(adapter.salt("a:b")) == "0102"
+    assert adapter_in(salt_without_adapter(adapter.salt(None)) or "") is None
+    assert adapter_in("lora:") is adapter_in("lora") is None
 
 
 def test_layers_with_a_window_say_so() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from jaxvllm.core.kv_cache import GroupSize, KVCache
-from jaxvllm.core.lora import NO_ADAPTER, LoraAdapter, LoRARequest, LoraSlots, salt_without_adapter
+from jaxvllm.core.lora import NO_ADAPTER, LoraAdapter, LoRARequest, LoraSlots, given_salt, salt_without_adapter
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
@@ -102,12 +102,57 @@ def test_a_request_waits_for_a_slot_of_its_adapter_and_those_after_it_do_not() -
     assert plan is not None and not plan.has_adapters
 
 
+def started(of: Scheduler) -> list[str]:
+    plan = of.schedule()
+    of.check_invariants()
+    return [] if plan is None else [one.request.request_id for one in plan.admissions]
+
+
+def test_a_stream_for_one_adapter_leaves_a_turn_to_the_others() -> None:
+    of = scheduler(num_slots=1)
+    a, b, _, _, _ = ADAPTERS
+    of.add(request("0", a, 0))
+    running = order = started(of)
+    of.add(request("b", b, 1))
+    for number in range(2, 12):
+        of.add(request(str(number), a, number))
+        if number > 3:  # two of them run, so that one always uses the slot
+            of.finish(running.pop(0))
+        running, order = [*running, *(more := started(of))], [*order, *more]
+        if "b" in running:
+            break
+    # As many pass it as there are rows, and then it runs alone.
+    assert order == ["0", "2", "3", "4", "5", "b"]
+    of.finish("b")
+    assert started(of) == ["6", "7", "8"]
+
+
+def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot() -> None:
+    of = scheduler(num_slots=1)
+    a, b, c, _, _ = ADAPTERS
+    of.add(request("a", a, 0))
+    assert started(of) == ["a"]
+    for number in range(1, 31):
+        of.add(request(str(number), b if number % 2 else c, number))
+    of.add(request("base", None, 31))
+    assert started(of) == ["base"]
+    assert of.num_waiting == 30
+    # Those that have ended are gone from their lanes.
+    for number in range(1, 30):
+        of.finish(str(number))
+    of.finish("a")
+    assert started(of) == ["30"] and not of.num_waiting
+
+
 def test_prompts_share_pages_only_with_those_of_the_same_weights() -> None:
     one, other = LoraAdapter("one", b"1" * 32, None), LoraAdapter("one", b"2" * 32, None)
     salts = [one.salt(None), other.salt(None), one.salt("mine"), salt_without_adapter("mine")]
     # A caller who knows the digest gains nothing.
-    salts += [salt_without_adapter(one.salt(None)), salt_without_adapter(None)]
+    forged = salt_without_adapter(one.salt(None))
+    salts += [forged, salt_without_adapter(forged), salt_without_adapter(None)]
     assert len(set(salts)) == len(salts)
+    for mine in (None, "mine", "lora:1:2", "base:x", "a:b:c"):
+        assert given_salt(one.salt(mine)) == given_salt(salt_without_adapter(mine)) == mine
 
 
 @pytest.mark.parametrize(

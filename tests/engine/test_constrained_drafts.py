@@ -115,8 +115,8 @@ def thinking(llm: LLM, marks: ReasoningFormat | None) -> Iterator[None]:
     assert engine.tokenizer is not None
     constraints = RequestConstraints(engine.tokenizer, engine.vocab_size, engine.eos_token_ids, marks, lenient=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_constraints", constraints)
-        patch.setattr(engine, "_rules", replace(engine._rules, has_reasoning=True))
+        patch.setattr(engine.inputs, "constraints", constraints)
+        patch.setattr(engine.inputs, "rules", replace(engine.inputs.rules, has_reasoning=True))
         yield
     constraints.close()
 
@@ -149,7 +149,7 @@ def assert_valid(params: Sequence[SamplingParams], answers: Answers, end: str | 
 @pytest.fixture(scope="module")
 def plain(shared_llm: LLM) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_llm.engine, "_masks_commute", False)
+        patch.setattr(shared_llm.engine.inputs, "_masks_commute", False)
         yield shared_llm
 
 
@@ -203,6 +203,10 @@ def itself(tiny_checkpoint: Path, hasty: None) -> Iterator[LLM]:
         yield llm
 
 
+# Where who guesses decides nothing, the model is enough, whose drafts have pages too.
+BY_ITSELF = pytest.mark.parametrize("drafted", ["itself"], indirect=True)
+
+
 @pytest.fixture(params=[pytest.param("told", marks=pytest.mark.slow), "itself"])
 def drafted(request: pytest.FixtureRequest) -> Iterator[LLM]:
     llm: LLM = request.getfixturevalue(request.param)
@@ -230,6 +234,7 @@ def test_answers_of_a_model_that_reasons_are_those_without_drafts(
             assert_equal(complete(drafted, PROMPTS[: len(params)], params), expected)
 
 
+@BY_ITSELF
 def test_masks_preemptions_and_aborts_beside_drafts_change_nothing(
     drafted: LLM, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +245,7 @@ def test_masks_preemptions_and_aborts_beside_drafts_change_nothing(
     with few_pages(drafted, 14):
         assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
     assert drafted.engine.stats().num_preemptions > before
-    monkeypatch.setattr(drafted.engine, "_masks_commute", False)
+    monkeypatch.setattr(drafted.engine.inputs, "_masks_commute", False)
     assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
 
 
@@ -250,6 +255,7 @@ def guess_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(constrained_rows, name, 1)
 
 
+@BY_ITSELF
 def test_a_guess_that_spells_a_forced_text_otherwise_is_wrong(
     plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +295,7 @@ def test_a_draft_model_is_as_good_as_before_behind_wrong_guesses(itself: LLM, mo
     assert (replica.num_accepted == replica.num_drafted).all() and replica.num_drafted[0] > 8
 
 
+@BY_ITSELF
 def test_steps_have_drafts_while_requests_wait(plain: LLM, drafted: LLM) -> None:
     """They wait for slots or pages until others have ended, and not longer than for one step of these."""
     prompts, params = PROMPTS[:20], [replace(GREEDY, max_tokens=20 + index) for index in range(20)]

@@ -118,12 +118,12 @@ def test_the_demo_model_says_the_same_with_what_drafts_for_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_on_a_mesh_every_device_has_the_whole_draft(
-    method: str, stories: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
+    stories: list[list[CompletionOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A draft model is on a mesh in test_shared_experts.py."""
     choose_drafts(monkeypatch)
-    config = {"method": method, "model": HEADS[method][0]}
+    config = {"method": "eagle3", "model": HEADS["eagle3"][0]}
     options = FEW | dict(dtype="float32", mesh="1x2", speculative_config=config)
     with all_drafts_or_none(bursts=False), LLM("demo", **options) as llm:
         [replica] = llm.engine.replicas
@@ -135,10 +135,11 @@ def test_on_a_mesh_every_device_has_the_whole_draft(
 
 
 TOOLS = ReasoningFormat("<tool_call>", "</tool_call>", is_open=True)
-THOUGHTS = constrained.thinkers(end=2047)[:30]
+# `test_constrained_drafts` has every form in every way.
+CONSTRAINED = constrained.PARAMS[::3]
+THOUGHTS = constrained.thinkers(end=2047)[:30:2]
 NUMBERED = [
-    f"{'Once upon a time there was a fox. ' * (number % 3)}Number {number}:"
-    for number in range(len(constrained.PARAMS))
+    f"{'Once upon a time there was a fox. ' * (number % 3)}Number {number}:" for number in range(len(CONSTRAINED))
 ]
 
 
@@ -147,11 +148,11 @@ def constrained_answers() -> constrained.Answers:
     """The answers of the demo model in grammars, and then those after its reasoning."""
     with pytest.MonkeyPatch.context() as patch, LLM("demo", dtype="float32", **FEW) as llm:
         patch.setattr(BurstPace, "width", lambda self, num_rows, most: 1)
-        llm.engine._masks_commute = False
-        answers = constrained.complete(llm, NUMBERED, constrained.PARAMS)
-        constrained.assert_valid(constrained.PARAMS, answers)
+        llm.engine.inputs._masks_commute = False
+        answers = constrained.complete(llm, NUMBERED, CONSTRAINED)
+        constrained.assert_valid(CONSTRAINED, answers)
         with constrained.thinking(llm, TOOLS):
-            return answers + constrained.complete(llm, NUMBERED[:30], THOUGHTS)
+            return answers + constrained.complete(llm, NUMBERED[: len(THOUGHTS)], THOUGHTS)
 
 
 @pytest.mark.slow
@@ -159,7 +160,7 @@ def test_in_grammars_the_demo_model_answers_as_without_drafts(
     constrained_answers: constrained.Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what was trained for it, most of whose drafts are right. `test_constrained_drafts` has other kinds."""
-    params, answers = constrained.PARAMS, constrained_answers[: len(constrained.PARAMS)]
+    params, answers = CONSTRAINED, constrained_answers[: len(CONSTRAINED)]
     choose_drafts(monkeypatch)
     monkeypatch.setattr(BurstPace, "width", lambda self, num_rows, most: most)
     config = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4}
@@ -168,7 +169,8 @@ def test_in_grammars_the_demo_model_answers_as_without_drafts(
         for index in range(0, len(params), 9):
             assert_equal(constrained.complete(llm, [NUMBERED[index]], [params[index]]), [answers[index]])
         with constrained.thinking(llm, TOOLS):
-            assert_equal(constrained.complete(llm, NUMBERED[:30], THOUGHTS), constrained_answers[len(params) :])
+            thoughts = constrained.complete(llm, NUMBERED[: len(THOUGHTS)], THOUGHTS)
+            assert_equal(thoughts, constrained_answers[len(params) :])
         before = llm.engine.stats().num_preemptions
         with few_pages(llm, 8):
             assert_equal(constrained.complete(llm, NUMBERED, params), answers)

@@ -6,7 +6,7 @@ and log-probabilities as closely as two implementations of float32 can agree.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxvllm.engine import build
 from jaxvllm.engine.outputs import BeamSearchOutput, Logprob
 from jaxvllm.text.reasoning import ReasoningFormat
 from tests.engine.tiny import one_program
-from tests.quick import quick_engines
+from tests.quick import quick_compilation, quick_engines
 from tests.run_cache import run_cache
 
 FIXTURE: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
@@ -96,9 +96,13 @@ def engine(options: dict[str, Any]) -> Iterator[LLM]:
         if marks := options.pop("reasoning", None):
             patch.setattr(build, "FORMATS", {"qwen3": ReasoningFormat(*marks)})
             options["reasoning_parser"] = "qwen3"
-        # The other engines differ in what is reported of a step, whichever of its programs it runs in.
-        with one_program(num_tokens=64) if options else nullcontext(), LLM("demo", **ENGINE, **options) as llm:
-            yield llm
+        with ExitStack() as stack:
+            if options:
+                # The other engines differ in what is reported of a step, whichever of its programs it runs in. They
+                # compute few tokens.
+                stack.enter_context(one_program(num_tokens=64))
+                stack.enter_context(quick_compilation())
+            yield stack.enter_context(LLM("demo", **ENGINE, **options))
 
 
 @pytest.fixture(scope="module")

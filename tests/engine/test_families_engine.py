@@ -63,45 +63,34 @@ def test_alone(family: tuple[Fixture, LLM]) -> None:
     assert_idle(llm)
 
 
-def test_mixed_in_one_batch_and_chunked(family: tuple[Fixture, LLM]) -> None:
+def test_mixed_in_one_batch_and_chunked_and_then_found_again(family: tuple[Fixture, LLM]) -> None:
+    """In the cache of prefixes, and after that is empty in the memory of the host."""
     fixture, llm = family
-    assert llm.engine.replicas[0].scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
-    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
+    [replica] = llm.engine.replicas
+    assert replica.scheduler.max_num_batched_tokens < max(map(len, fixture.prompts))  # several chunks
+    llm.reset_prefix_cache(reset_connector=True)
     before = llm.engine.stats()
     assert greedy_tokens(llm, fixture.prompts) == fixture.greedy
     after = llm.engine.stats()
     assert after.num_preemptions == before.num_preemptions
     # They did share steps: far fewer than one after the other would take.
     assert after.num_steps - before.num_steps < sum(map(len, fixture.greedy)) / 2
-    assert_idle(llm)
+    assert replica.traffic is not None
+    replica.traffic.wait_until_saved()
 
-
-def test_with_a_prefix_hit(family: tuple[Fixture, LLM]) -> None:
-    fixture, llm = family
-    llm.engine.replicas[0].scheduler.cache.reset_prefix_cache()
-    greedy_tokens(llm, fixture.prompts)
-    page_size = llm.config.page_size
-    for prompt, expected in zip(fixture.prompts, fixture.greedy, strict=True):
+    # All full pages but the last token's, whose logits are needed.
+    full = [(len(prompt) - 1) // llm.config.page_size for prompt in fixture.prompts]
+    for prompt, expected, count in zip(fixture.prompts, fixture.greedy, full, strict=True):
         [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == expected
-        # All full pages but the last token's, whose logits are needed.
-        assert output.num_cached_tokens == (len(prompt) - 1) // page_size * page_size
-    assert_idle(llm)
+        assert output.num_cached_tokens == count * llm.config.page_size
 
-
-def test_with_pages_from_host_memory(family: tuple[Fixture, LLM]) -> None:
-    fixture, llm = family
-    [replica] = llm.engine.replicas
-    assert replica.traffic is not None
-    greedy_tokens(llm, fixture.prompts)
-    replica.traffic.wait_until_saved()
     replica.scheduler.cache.reset_prefix_cache()
-    before = replica.scheduler.num_loaded_pages
+    num_loaded = replica.scheduler.num_loaded_pages
     outputs = llm.generate([list(prompt) for prompt in fixture.prompts], GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == fixture.greedy
-    full = [(len(prompt) - 1) // llm.config.page_size for prompt in fixture.prompts]
     assert [output.num_cached_tokens for output in outputs] == [count * llm.config.page_size for count in full]
-    assert replica.scheduler.num_loaded_pages - before == sum(full)
+    assert replica.scheduler.num_loaded_pages - num_loaded == sum(full)
     assert_idle(llm)
 
 

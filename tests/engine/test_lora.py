@@ -1,15 +1,21 @@
 """Adapters in an engine: each request gets the tokens of its merged weights, whoever else is in the step."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jaxvllm import LLM, LoRARequest
+from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
+from jaxvllm.models.lora import MOST_MASKED
 from tests.conftest import Compilations
+from tests.engine.test_disaggregation import DECODE, PEER
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
 from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
@@ -17,7 +23,7 @@ from tests.models.fixture import Fixture
 FIXTURE = Fixture.load("llama")
 ADAPTERS = (
     RandomAdapter(FIXTURE, seed=1),
-    RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2),
+    RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2, config={"use_dora": True}),
     RandomAdapter(FIXTURE, seed=3, ends=("_proj",), config={"use_rslora": True}),
     RandomAdapter(
         FIXTURE,
@@ -64,8 +70,9 @@ def requests_of(paths: list[Path]) -> list[LoRARequest | None]:
     return [None if who == 0 else LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in WHO]
 
 
-def tokens_of(llm: LLM, paths: list[Path]) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests_of(paths))
+def tokens_of(llm: LLM, paths: list[Path], numbers: Sequence[int] = range(len(WHO))) -> list[list[int]]:
+    adapters = [requests_of(paths)[number] for number in numbers]
+    outputs = llm.generate([PROMPTS[number] for number in numbers], GREEDY, use_tqdm=False, lora_request=adapters)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -78,6 +85,9 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     base = greedy_tokens(llm, PROMPTS)
     assert greedy_tokens(llm, PROMPTS) == base  # what takes prefixes from the cache is compiled when it is first needed
     assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))
+    fills = llm.engine.holders[0]._adapter_fills
+    assert fills is not None
+    fills.compile_ratios()  # engines do it in the background, but not those of tests
     with compilations() as seen:
         assert tokens_of(llm, paths) == expected
         # Now pages are found, of the same adapter only.
@@ -91,15 +101,86 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "1x2"},
+        {"mesh": "2x2"},
+        {"mesh": "2x1x1"},
         {"attention_backend": "reference"},
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
     ],
-    ids=["mesh", "masked", "drafts"],
+    ids=["mesh", "stages", "masked", "drafts"],
 )
 def test_everywhere(checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]) -> None:
     with tiny_llm(checkpoint, **OPTIONS, **options) as llm:
-        assert tokens_of(llm, paths) == expected
+        if options.get("mesh") == "2x1x1":
+            with pytest.raises(ValueError, match="DoRA, which works on one host and without stages"):
+                tokens_of(llm, paths)
+            others = [number for number, who in enumerate(WHO) if who != 2]
+            assert tokens_of(llm, paths, others) == [expected[number] for number in others]
+        else:
+            assert tokens_of(llm, paths) == expected
+        assert_idle(llm)
+
+
+def test_more_adapters_than_other_devices_multiply_at_once(
+    checkpoint: Path,
+    paths: list[Path],
+    expected: list[list[int]],
+    tmp_path: Path,
+    compilations: Callable[[], AbstractContextManager[Compilations]],
+) -> None:
+    num_slots = MOST_MASKED + 4
+    more = [RandomAdapter(FIXTURE, seed, ("q_proj", "up_proj"), size=1) for seed in range(10, 10 + num_slots - 4)]
+    others = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / str(one.seed)))) for one in more]
+    adapters = [*requests_of(paths), *others]
+    prompts = [*PROMPTS, *([PROMPTS[0]] * len(others))]
+    options = OPTIONS | dict(max_loras=num_slots, max_cpu_loras=num_slots, max_num_seqs=32, row_buckets=(32,))
+    with tiny_llm(checkpoint, **options, token_buckets=(64,), max_num_batched_tokens=64, num_pages=256) as llm:
+
+        def tokens(numbers: Iterable[int]) -> list[list[int]]:
+            chosen = [*numbers]
+            outputs = llm.generate(
+                [prompts[one] for one in chosen],
+                GREEDY,
+                use_tqdm=False,
+                lora_request=[adapters[one] for one in chosen],
+            )
+            return [output.outputs[0].token_ids for output in outputs]
+
+        together = tokens(range(len(prompts)))
+        assert together[: len(PROMPTS)] == expected
+        assert len(set(map(tuple, together[len(PROMPTS) :]))) > len(others) // 2
+        with compilations() as seen:
+            for number in (len(PROMPTS), len(prompts) - 1):
+                assert tokens([number]) == [together[number]]
+        assert seen.count == 0, seen.names
+        assert_idle(llm)
+
+
+def test_pages_travel_between_engines_for_one_adapter(
+    checkpoint: Path, paths: list[Path], expected: list[list[int]]
+) -> None:
+    """One engine is both of them here."""
+    number = max(range(len(WHO)), key=lambda at: len(PROMPTS[at]) * (WHO[at] > 0))
+    own = requests_of(paths)[number]
+    other = next(one for one in requests_of(paths) if one not in (own, None))
+
+    def run(params: SamplingParams, adapter: LoRARequest | None, given: Mapping[str, Any]) -> RequestOutput:
+        engine = llm.engine
+        llm.reset_prefix_cache()
+        options: dict[str, Any] = {"lora_request": adapter, "kv_transfer_params": given}
+        engine.submit(engine.check("one", {"prompt_token_ids": PROMPTS[number], "cache_salt": "a"}, params, **options))
+        found: list[RequestOutput] = []
+        while engine.has_work:
+            found = [*found, *engine.step()]
+        return found[-1]
+
+    with tiny_llm(checkpoint, **OPTIONS, kv_transfer_config=json.dumps(PEER)) as llm:
+        whole = (len(PROMPTS[number]) - 1) // llm.config.page_size * llm.config.page_size
+        for adapter, num_cached in ((other, 0), (None, 0), (own, whole)):
+            ticket = run(replace(GREEDY, max_tokens=1), own, DECODE).kv_transfer_params
+            assert ticket is not None
+            output = run(GREEDY, adapter, ticket)
+            assert output.num_cached_tokens == num_cached
+            assert (output.outputs[0].token_ids == expected[number]) == (adapter == own)
         assert_idle(llm)
 
 
@@ -109,6 +190,55 @@ def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]
         [base] = greedy_tokens(llm, PROMPTS[:1])
         [adapted] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
     assert len(adapted.outputs[0].token_ids) == len(base) and adapted.outputs[0].token_ids != base
+
+
+def test_a_trainer_replaces_the_content_of_an_adapter(
+    llm: LLM, paths: list[Path], compilations: Callable[[], AbstractContextManager[Compilations]]
+) -> None:
+    """Requests that run go on with the old content, and no page of it is found by later ones."""
+    one, other = (LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in (1, 3))
+
+    def tokens(request: LoRARequest) -> tuple[list[int], int]:
+        [output] = llm.generate(PROMPTS[6:7], GREEDY, use_tqdm=False, lora_request=request)
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    (before, _), (wanted, _), (_, num_cached) = tokens(one), tokens(other), tokens(one)
+    assert before != wanted and num_cached > 0
+    given = {
+        name: jax.numpy.asarray(array) for name, array in load_file(paths[2] / "adapter_model.safetensors").items()
+    }
+    live = LoRARequest("live", 20, str(paths[2]))  # which has the config of the tensors
+    llm.update_lora(live, load_file(paths[2] / "adapter_model.safetensors"))
+    assert tokens(live)[0] == wanted
+    zeros = {name: 0 * array for name, array in given.items()}
+    engine = llm.engine
+    engine.submit(engine.check("runs", PROMPTS[6], GREEDY, lora_request=live))
+    engine.step()
+    with compilations() as seen:
+        llm.update_lora(live, zeros)
+        engine.submit(engine.check("new", PROMPTS[6], GREEDY, lora_request=live))
+        ended = {output.request_id: output for _ in iter(lambda: engine.has_work, False) for output in engine.step()}
+        assert ended["runs"].outputs[0].token_ids == wanted
+        assert ended["new"].outputs[0].token_ids == greedy_tokens(llm, PROMPTS[6:7])[0]
+        assert ended["new"].num_cached_tokens == 0
+        for number in (1, 2, 3):  # more adapters than host memory keeps
+            tokens(LoRARequest(f"adapter {number}", number, str(paths[number - 1])))
+        assert tokens(live)[0] == ended["new"].outputs[0].token_ids != wanted
+    assert seen.count == 0, seen.names
+    [(name, array), *_] = given.items()
+    for wrong, message in (
+        ({name: array}, "the given tensors of the adapter 'live'.* needs both"),
+        (given | {name: array[:1]}, "shape"),
+        (given | {name: 5}, "must be arrays by their names"),
+        (given | {"other": array}, "unexpected tensor other"),
+        ({}, "has no tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.update_lora(live, wrong)
+    assert tokens(live)[0] == ended["new"].outputs[0].token_ids
+    engine.adapters.unload(20)
+    assert tokens(live)[0] == wanted  # the number names the directory again
+    assert_idle(llm)
 
 
 def test_an_adapter_that_was_changed_shares_no_page_with_what_it_was(
@@ -154,11 +284,41 @@ def test_configs(checkpoint: Path) -> None:
     for options, error, message in (
         ({"max_lora_rank": 7}, ValueError, "max_lora_rank must be one of"),
         ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1}, ValueError, "at least max_loras"),
-        ({"enable_lora": True, "mesh": "2x1x1"}, NotImplementedError, "stages"),
-        ({"enable_lora": True, "kv_transfer_config": '{"kv_connector": "host"}'}, NotImplementedError, "kv_transfer"),
+        ({"enable_lora": True, "mesh": "2x1", "enable_expert_parallel": True}, NotImplementedError, "share experts"),
     ):
         with pytest.raises(error, match=message):
             LLM(model=str(checkpoint), **options)
+
+
+def test_dora_divides_by_the_norms_of_the_weights_that_are_there(llm: LLM, paths: list[Path]) -> None:
+    prompt, adapter = PROMPTS[WHO.index(2)], LoRARequest("adapter 2", 2, str(paths[1]))
+    first = FIXTURE.weights()
+    other = {name: weight * np.float32(3) if "q_proj" in name else weight for name, weight in first.items()}
+
+    def tokens(weights: dict[str, np.ndarray], lora_request: LoRARequest | None) -> list[int]:
+        llm.update_weights(weights)
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=lora_request)
+        return output.outputs[0].token_ids
+
+    # The adapter is in its slot when other weights come, and so it is when the first ones come back.
+    expected = [tokens(ADAPTERS[1].merged(weights), None) for weights in (first, other)]
+    found = [tokens(weights, adapter) for weights in (first, other, first)]
+    assert found == [*expected, expected[0]]
+
+
+def test_the_scores_of_a_prompt_are_those_of_the_adapted_head(llm: LLM, paths: list[Path]) -> None:
+    params, prompt = replace(GREEDY, max_tokens=1, prompt_logprobs=1), max(PROMPTS, key=len)
+
+    def scores(lora_request: LoRARequest | None) -> list[float]:
+        [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=lora_request)
+        return [max(one.logprob for one in step.values()) for step in output.prompt_logprobs or () if step]
+
+    found = scores(LoRARequest("adapter 1", 1, str(paths[0])))
+    llm.update_weights(ADAPTERS[0].merged())
+    expected = scores(None)
+    llm.update_weights(FIXTURE.weights())
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert not np.allclose(scores(None), expected, atol=1e-2)
 
 
 def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:
@@ -178,3 +338,24 @@ def test_adapters_that_sleep_come_back_with_new_weights(
     llm.update_weights(FIXTURE.weights())
     assert llm.wake_up(["kv_cache"])
     assert tokens_of(llm, paths) == expected
+
+
+def test_slots_that_a_broken_fill_has_taken_along_are_made_anew(
+    llm: LLM, paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fills = llm.engine.holders[0]._adapter_fills
+    assert fills is not None
+    whole = fills._program
+
+    def broken(*arguments: Any) -> None:
+        whole(*arguments)  # which donates the slots
+        raise RuntimeError("the device failed")
+
+    assert tokens_of(llm, paths) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(fills, "_program", broken)
+        fresh = LoRARequest("fresh", 60, str(replace(ADAPTERS[0], seed=60).write(paths[0].parent / "fresh")))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=fresh)
+    assert tokens_of(llm, paths) == expected
+    assert_idle(llm)

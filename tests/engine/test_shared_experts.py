@@ -110,6 +110,10 @@ def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
         assert holder._forwarded is None, "nothing is held between steps"
 
 
+# For what the host decides, which knows nothing of stages.
+WITHOUT_STAGES = pytest.mark.parametrize("llm", ["2x2"], indirect=True)
+
+
 @pytest.mark.parametrize("most", [0, 3], ids=["plain", "drafts"])
 def test_the_same_tokens_whoever_has_work(
     llm: LLM,
@@ -142,6 +146,7 @@ def test_the_same_tokens_whoever_has_work(
     assert stats.num_preemptions > before.num_preemptions and stats.num_prefix_hits > before.num_prefix_hits
 
 
+@WITHOUT_STAGES
 def test_a_prompt_comes_while_the_other_replica_decodes(
     llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +246,7 @@ def test_pages_are_kept_elsewhere_and_requests_move(directory: Path, expected: l
         assert_idle(alone)
 
 
+@WITHOUT_STAGES
 def test_what_breaks_off_resets_all(llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.replicas[1].runner, "collect", lambda step: 1 / 0)
@@ -274,6 +280,7 @@ def test_each_device_has_some_experts_and_no_other_has_them(llm: LLM) -> None:
             assert len(parts) in (mesh.stages, mesh.stages * mesh.model), f"replicas share {name}"
 
 
+@WITHOUT_STAGES
 def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     before = llm.engine.weights
     llm.update_weights(jax.tree.map(lambda x: x * 0.5, before))
@@ -282,11 +289,10 @@ def test_weights_can_be_replaced(llm: LLM, expected: list[Any]) -> None:
     assert answers(llm) == expected
 
 
-# `tests/models/test_expert_exchange.py` has 2x1 as well.
-@pytest.mark.parametrize("mesh", ["2x2", pytest.param("4x2", marks=pytest.mark.slow)])
-def test_the_same_tokens_where_each_goes_only_to_its_experts(mesh: str, directory: Path, expected: list[Any]) -> None:
+def test_the_same_tokens_where_each_goes_only_to_its_experts(directory: Path, expected: list[Any]) -> None:
+    """`tests/models/test_expert_exchange.py` has 2x1 and 4x2 as well."""
     options = SHARED | OPTIONS | {"all2all_backend": "deepep_low_latency"}
-    with one_program(), tiny_llm(directory, mesh=mesh, **options) as llm:
+    with one_program(), tiny_llm(directory, mesh="2x2", **options) as llm:
         spec = ResolvedConfig.of(llm.config, checkpoint.read_config(directory), "cpu").spec
         assert any(layer.ffn.sends_apart for layer in spec.layers if isinstance(layer.ffn, ExpertsFfn))
         assert answers(llm) == expected

@@ -19,7 +19,6 @@ from jaxvllm.engine import repetition_watch
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer, Proposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
-from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from jaxvllm.runtime.slot_fields import HISTORY, DeviceState
 from jaxvllm.text.draft_spans import DraftSpans
 from tests.engine.explained import explained, explanation_of
@@ -192,7 +191,8 @@ def adjustable(tiny_checkpoint: Path, answers: list[list[CompletionOutput]]) -> 
         yield llm, proposer.told
 
 
-@pytest.mark.parametrize("kind", ["ngram", "suffix", *SHIFTS])
+# The other proposer that looks at what was said is in test_pipeline.py, with the same requests.
+@pytest.mark.parametrize("kind", ["ngram", *SHIFTS])
 def test_everything_is_as_without_drafts(
     kind: str,
     tiny_checkpoint: Path,
@@ -200,10 +200,9 @@ def test_everything_is_as_without_drafts(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    own: dict[str, Proposer] = {"ngram": NgramProposer(1, 3), "suffix": SuffixProposer(24, 1.0)}
     with ExitStack() as stack:
-        if kind in own:
-            llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, own[kind], bursts=False))
+        if kind == "ngram":
+            llm = stack.enter_context(drafting(tiny_checkpoint, monkeypatch, NgramProposer(1, 3), bursts=False))
         else:
             llm, shifts = request.getfixturevalue("adjustable")
             choose_drafts(monkeypatch)
@@ -220,7 +219,7 @@ def test_everything_is_as_without_drafts(
             assert (accepted == drafted).all()
             assert_marked(llm, monkeypatch)
             assert_explained(llm)
-        elif kind in own:
+        elif kind == "ngram":
             replica.num_drafted[:] = replica.num_accepted[:] = 0
             llm.generate(PROMPTS[8:], replace(GREEDY, max_tokens=40), use_tqdm=False)  # they repeat themselves
             assert accepted.sum() > 0.2 * drafted.sum()

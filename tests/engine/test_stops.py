@@ -8,8 +8,9 @@ from jaxvllm import LLM, CompletionOutput, SamplingParams
 from tests.engine.tiny import GREEDY, MAX_MODEL_LEN, few_pages
 
 PROMPT = [40, 41, 42, 43]
-# Nearly uniform over some 300 tokens: among 64 completions of 100 tokens, several draw EOS.
-WILD = SamplingParams(temperature=20.0, seed=1, n=64, max_tokens=100)
+# Nearly uniform over some 300 tokens: among 32 completions of 100 tokens, several draw EOS.
+WILD = SamplingParams(temperature=20.0, seed=1, n=32, max_tokens=100)
+IGNORING = replace(WILD, ignore_eos=True)
 
 
 def complete(llm: LLM, params: SamplingParams, prompt: list[int] = PROMPT) -> CompletionOutput:
@@ -22,13 +23,26 @@ def end(completion: CompletionOutput) -> tuple[str | None, int | str | None]:
     return completion.finish_reason, completion.stop_reason
 
 
-def test_eos(llm: LLM) -> None:
+def completions(llm: LLM, params: SamplingParams) -> list[CompletionOutput]:
+    return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
+
+
+@pytest.fixture(scope="module")
+def wild(shared_llm: LLM) -> list[CompletionOutput]:
+    return completions(shared_llm, WILD)
+
+
+@pytest.fixture(scope="module")
+def ignoring(shared_llm: LLM) -> list[CompletionOutput]:
+    return completions(shared_llm, IGNORING)
+
+
+def test_eos(llm: LLM, wild: list[CompletionOutput]) -> None:
     tokenizer = llm.get_tokenizer()
     eos = tokenizer.eos_token_id
-    [output] = llm.generate([PROMPT], WILD, use_tqdm=False)
-    ended = [c for c in output.outputs if c.finish_reason == "stop"]
-    assert 5 <= len(ended) < 60
-    for completion in output.outputs:
+    ended = [c for c in wild if c.finish_reason == "stop"]
+    assert 5 <= len(ended) < 28
+    for completion in wild:
         tokens = completion.token_ids
         if completion.finish_reason == "stop":
             assert tokens.index(eos) == len(tokens) - 1
@@ -38,23 +52,21 @@ def test_eos(llm: LLM) -> None:
             assert end(completion) == ("length", None) and len(tokens) == 100 and eos not in tokens
 
 
-def test_ignore_eos_goes_on_with_the_same_tokens(llm: LLM) -> None:
+def test_ignore_eos_goes_on_with_the_same_tokens(
+    llm: LLM, wild: list[CompletionOutput], ignoring: list[CompletionOutput]
+) -> None:
     eos = llm.get_tokenizer().eos_token_id
-    [stopped] = llm.generate([PROMPT], WILD, use_tqdm=False)
-    [ignored] = llm.generate([PROMPT], replace(WILD, ignore_eos=True), use_tqdm=False)
-    for one, other in zip(stopped.outputs, ignored.outputs, strict=True):
+    for one, other in zip(wild, ignoring, strict=True):
         assert len(other.token_ids) == 100
         assert other.token_ids[: len(one.token_ids)] == one.token_ids
-    assert any(eos in completion.token_ids[:-1] for completion in ignored.outputs)
+    assert any(eos in completion.token_ids[:-1] for completion in ignoring)
 
 
-def test_min_tokens_forbids_an_eos_that_is_ignored(llm: LLM) -> None:
+def test_min_tokens_forbids_an_eos_that_is_ignored(llm: LLM, ignoring: list[CompletionOutput]) -> None:
     """As in vLLM: a model that ends goes on with something else, as it would after its end."""
     eos = llm.get_tokenizer().eos_token_id
-    ignoring = replace(WILD, ignore_eos=True)
-    free = llm.generate([PROMPT], ignoring, use_tqdm=False)[0].outputs
-    held = llm.generate([PROMPT], replace(ignoring, min_tokens=50), use_tqdm=False)[0].outputs
-    assert any(eos in completion.token_ids[:50] for completion in free)
+    held = completions(llm, replace(IGNORING, min_tokens=50))
+    assert any(eos in completion.token_ids[:50] for completion in ignoring)
     assert not any(eos in completion.token_ids[:50] for completion in held)
     assert any(eos in completion.token_ids[50:] for completion in held)
 
@@ -64,15 +76,13 @@ def test_eos_is_no_stop_token_unless_it_is_ignored(llm: LLM) -> None:
     assert eos is not None
     for ignored, reason in ((False, None), (True, eos)):
         params = replace(WILD, stop_token_ids=[eos], ignore_eos=ignored)
-        outputs = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
-        assert {end(completion) for completion in outputs} == {("stop", reason), ("length", None)}
+        assert {end(completion) for completion in completions(llm, params)} == {("stop", reason), ("length", None)}
 
 
-def test_min_tokens_forbids_eos_and_stop_tokens(llm: LLM) -> None:
+def test_min_tokens_forbids_eos_and_stop_tokens(llm: LLM, wild: list[CompletionOutput]) -> None:
     eos = llm.get_tokenizer().eos_token_id
-    free = llm.generate([PROMPT], WILD, use_tqdm=False)[0].outputs
-    held = llm.generate([PROMPT], replace(WILD, min_tokens=50), use_tqdm=False)[0].outputs
-    assert any(len(completion.token_ids) <= 50 for completion in free)
+    held = completions(llm, replace(WILD, min_tokens=50))
+    assert any(len(completion.token_ids) <= 50 for completion in wild)
     assert all(len(completion.token_ids) > 50 and eos not in completion.token_ids[:50] for completion in held)
     greedy = complete(llm, GREEDY).token_ids
     stop = greedy[3]

@@ -62,6 +62,8 @@ def test_the_tokens_are_those_of_transformers(staged: tuple[Fixture, LLM]) -> No
     assert_idle(llm)
 
 
+# With attention alone, and with states too. What else layers keep is the pages' own, and computed anew as these are.
+@pytest.mark.parametrize("staged", CASES[:2], ids="-".join, indirect=True)
 def test_also_after_preemptions(staged: tuple[Fixture, LLM]) -> None:
     fixture, llm = staged
     before = llm.engine.stats().num_preemptions

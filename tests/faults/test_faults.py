@@ -188,7 +188,9 @@ def test_no_process_is_left(name: str, tmp_path: Path) -> None:
             await reader.readuntil(b"data: ")
             with stopped(engine):  # the request does not end yet
                 server.process.send_signal(number)
-                if number != signal.SIGKILL:
+                if number == signal.SIGKILL:
+                    wait_until_gone(engine)  # although it cannot even see that standard input has ended
+                else:
                     await server.until_said("stopping: 1 request may finish")
                     check_error(await server.post(COMPLETIONS, GREEDY), 503)
             rest = await reader.read()
@@ -203,6 +205,7 @@ def test_no_process_is_left(name: str, tmp_path: Path) -> None:
 
 
 def test_a_second_signal(tmp_path: Path) -> None:
+    """Ctrl-C twice. `tests/server/test_lifecycle.py` has what the first does to requests."""
     with serving(tmp_path / "log", OPTIONS, "--shutdown-timeout", "100000") as server:
         engine = server.engine_pid
 
@@ -210,16 +213,18 @@ def test_a_second_signal(tmp_path: Path) -> None:
             reader, writer = await server.send(streaming())
             await reader.readuntil(b"data: ")
             with stopped(engine):  # the request does not end: what ends the server is the second signal
-                server.process.terminate()
+                server.process.send_signal(signal.SIGINT)
                 await server.until_said("stopping: 1 request may finish")
-                server.process.terminate()
+                server.process.send_signal(signal.SIGINT)
                 with contextlib.suppress(ConnectionError):
                     await reader.read()
                 writer.close()
                 await until(lambda: server.process.poll() is not None)
 
         asyncio.run(run())
+        assert server.process.wait() == 130
         wait_until_gone(engine)
+    assert "Traceback" not in server.log.read_text()
 
 
 def start_and_fail(*flags: str, **environment: str) -> tuple[int, str]:
@@ -232,7 +237,9 @@ def start_and_fail(*flags: str, **environment: str) -> tuple[int, str]:
         env=os.environ | environment,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("jaxvllm serve: ")
+    return done.returncode, last
 
 
 @pytest.fixture

@@ -3,16 +3,17 @@
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
-import openai
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from tests.faults.server import KEY
+
+# Clients are imported by the tests that need them: all processes of a run collect this file, and one of them runs it.
+if TYPE_CHECKING:
+    import openai
+    from langchain_openai import ChatOpenAI
 
 QUESTION = "What is the weather in Oslo?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -43,7 +44,9 @@ class Report(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
+def client(url: str) -> "Iterator[openai.OpenAI]":
+    import openai
+
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         yield client
 
@@ -51,7 +54,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 # ---- openai ----
 
 
-def test_a_required_tool_and_its_result(client: openai.OpenAI) -> None:
+def test_a_required_tool_and_its_result(client: "openai.OpenAI") -> None:
     body = ASKED | {"tools": [WEATHER, TIME]}
     [choice] = client.chat.completions.create(**body, tool_choice="required", parallel_tool_calls=False).choices
     [call] = choice.message.tool_calls
@@ -62,7 +65,7 @@ def test_a_required_tool_and_its_result(client: openai.OpenAI) -> None:
     assert "rainy" in answer.choices[0].message.content
 
 
-def test_a_named_tool_is_streamed_with_the_helper(client: openai.OpenAI) -> None:
+def test_a_named_tool_is_streamed_with_the_helper(client: "openai.OpenAI") -> None:
     named = {"type": "function", "function": {"name": "get_time"}}
     with client.chat.completions.stream(**ASKED, tools=[WEATHER, TIME], tool_choice=named) as stream:  # type: ignore[arg-type]
         events = list(stream)
@@ -76,14 +79,14 @@ def test_a_named_tool_is_streamed_with_the_helper(client: openai.OpenAI) -> None
     assert len(deltas) > 1
 
 
-def test_an_answer_is_parsed_as_a_class(client: openai.OpenAI) -> None:
+def test_an_answer_is_parsed_as_a_class(client: "openai.OpenAI") -> None:
     message = client.chat.completions.parse(**ASKED, response_format=Report).choices[0].message
     assert isinstance(message.parsed, Report)
     with client.chat.completions.stream(**ASKED, response_format=Report) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == message.parsed
 
 
-def test_bias_and_penalties_change_the_answer(client: openai.OpenAI) -> None:
+def test_bias_and_penalties_change_the_answer(client: "openai.OpenAI") -> None:
     body = ASKED | {"max_tokens": 12, "logit_bias": {"50": 100, "51": 90}, "extra_body": {"return_token_ids": True}}
     biased, penalised = (
         set(client.chat.completions.create(**body, **penalties).choices[0].model_dump()["token_ids"])
@@ -92,7 +95,7 @@ def test_bias_and_penalties_change_the_answer(client: openai.OpenAI) -> None:
     assert (biased, penalised) == ({50}, {50, 51})
 
 
-def test_responses_with_a_form_and_a_tool(client: openai.OpenAI) -> None:
+def test_responses_with_a_form_and_a_tool(client: "openai.OpenAI") -> None:
     asked: dict[str, Any] = {"model": "demo", "input": QUESTION, "temperature": 0, "max_output_tokens": 60}
     assert isinstance(client.responses.parse(**asked, text_format=Report).output_parsed, Report)
     tool: Any = {"type": "function"} | WEATHER["function"]
@@ -109,6 +112,8 @@ def test_responses_with_a_form_and_a_tool(client: openai.OpenAI) -> None:
 
 
 def test_anthropics_tools(url: str) -> None:
+    import anthropic
+
     tool = {"name": "get_weather", "description": "The weather.", "input_schema": PARAMETERS}
     choice = {"type": "any", "disable_parallel_tool_use": True}
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 60, "tools": [tool], "extra_body": {"temperature": 0}}
@@ -128,16 +133,20 @@ def test_anthropics_tools(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def chat(url: str) -> ChatOpenAI:
+def chat(url: str) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(base_url=url, api_key=KEY, model="demo", temperature=0, max_tokens=60, max_retries=0)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_answers_with_a_class(chat: ChatOpenAI, method: Any) -> None:
+def test_langchain_answers_with_a_class(chat: "ChatOpenAI", method: Any) -> None:
     assert isinstance(chat.with_structured_output(Report, method=method).invoke(QUESTION), Report)
 
 
-def test_langchains_tools(chat: ChatOpenAI) -> None:
+def test_langchains_tools(chat: "ChatOpenAI") -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
     bound = chat.bind_tools([WEATHER], tool_choice="any", parallel_tool_calls=False)
     message = bound.invoke(QUESTION)
     [call] = message.tool_calls
@@ -153,7 +162,7 @@ def test_langchains_tools(chat: ChatOpenAI) -> None:
 
 
 def test_pydantic_ai(url: str) -> None:
-    # Imported here: this takes two seconds, which every run would spend that collects this file.
+    import openai
     from pydantic_ai import Agent, NativeOutput, ToolOutput
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider

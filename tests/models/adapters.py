@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.lora_arrays import LoraModule, lora_modules
+from jaxvllm.models.outer_lora import EMBED
 from tests.models.fixture import Fixture
 
 
@@ -18,7 +19,14 @@ def modules_of(fixture: Fixture) -> dict[str, LoraModule]:
     """The modules of a fixture's checkpoint that adapters may change."""
     family = find_family(fixture.config)
     found = lora_modules(model_spec(fixture.config, fixture.max_model_len), family)
-    return {name: module for name, module in found.items() if f"{name}.weight" in fixture.shapes}
+    # An LM head that is the embedding is not in the file.
+    in_file = {f"{name}.weight" for name in found} & fixture.shapes.keys() | {"lm_head.weight"}
+    return {name: module for name, module in found.items() if f"{name}.weight" in in_file}
+
+
+def tensor_name(module: str, side: str, is_embedding: bool = False) -> str:
+    """The name of A or B in PEFT's file."""
+    return f"base_model.model.{module}.lora_" + (f"embedding_{side}" if is_embedding else f"{side}.weight")
 
 
 @dataclass(frozen=True)
@@ -51,25 +59,48 @@ class RandomAdapter:
                 random.normal(0, self.size, (module.out_size, self.rank_of(name))).astype(np.float32),
             )
             for name, module in modules_of(self.fixture).items()
-            if name.endswith(self.ends)
+            if name.endswith(self.ends) and not (module.layer is None and self.has_magnitudes)
         }
 
-    def merged(self) -> dict[str, np.ndarray]:
-        """The weights of the checkpoint with what the adapter adds."""
-        weights = self.fixture.weights()
+    @property
+    def has_magnitudes(self) -> bool:
+        return bool(self.config.get("use_dora"))
+
+    def magnitudes(self) -> dict[str, np.ndarray]:
+        """The lengths of the rows of each module that DoRA has trained, f32[out]."""
+        random = np.random.default_rng(self.seed + 1000)
+        return {name: random.uniform(0.5, 2, len(up)).astype(np.float32) for name, (_, up) in self.matrices().items()}
+
+    def merged(self, weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """The weights of the checkpoint, or others, with what the adapter adds, and with its lengths of rows.
+
+        They have an LM head of their own if the adapter changes it.
+        """
+        merged = dict(self.fixture.weights() if weights is None else weights)
+        magnitudes = self.magnitudes()
+        if "lm_head" in self.matrices() and "lm_head.weight" not in merged:
+            [table] = (name for name, module in modules_of(self.fixture).items() if module.matrix == EMBED)
+            merged["lm_head.weight"] = merged[f"{table}.weight"]
         for name, (down, up) in self.matrices().items():
             [source, *_] = modules_of(self.fixture)[name].sources
-            more = (self.scale_of(name) * up.astype(np.float64) @ down.astype(np.float64)).astype(np.float32)
-            weights[f"{name}.weight"] = weights[f"{name}.weight"] + (more.T if source.is_turned else more)
-        return weights
+            tensor = merged[f"{name}.weight"].astype(np.float64)
+            rows = tensor.T if source.is_turned else tensor
+            rows = rows + self.scale_of(name) * up.astype(np.float64) @ down.astype(np.float64)
+            if self.has_magnitudes:
+                rows *= (magnitudes[name] / np.linalg.norm(rows, axis=1))[:, None]
+            merged[f"{name}.weight"] = (rows.T if source.is_turned else rows).astype(np.float32)
+        return merged
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The tensors of PEFT's file."""
-        return {
-            f"base_model.model.{name}.lora_{side}.weight": matrix
+        found = {
+            tensor_name(name, side, modules_of(self.fixture)[name].matrix == EMBED): matrix
             for name, pair in self.matrices().items()
             for side, matrix in zip("AB", pair, strict=True)
         }
+        if self.has_magnitudes:
+            found |= {f"base_model.model.{name}.lora_magnitude_vector": own for name, own in self.magnitudes().items()}
+        return found
 
     def write(self, directory: Path) -> Path:
         """Writes what PEFT saves."""

@@ -297,6 +297,7 @@ def test_tokens_are_rounded_as_the_matrix_is(quantization: str, backend: Backend
         ("v7x", E4M3, True),
         ("h200", INT8_CODE, True),
         ("h200", E4M3, False),
+        ("l4", INT8_CODE, True),
     ],
     ids=str,
 )

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,30 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvllm.models import checkpoint
-from jaxvllm.models.decoder import begin_layers, embed_tokens, end_layers, final_norm, project_logits, run_part
+from jaxvllm.models.decoder import (
+    begin_layers,
+    embed_tokens,
+    end_layers,
+    final_norm,
+    for_head,
+    project_logits,
+    run_part,
+)
+from jaxvllm.models.dora import of_one_slot, with_ratios
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
-from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora import LAYERS, LORA, MOST_MASKED
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.token_adapters import TokenAdapters
-from jaxvllm.runtime.adapter_fills import fill_adapter
+from jaxvllm.runtime.adapter_fills import SlotAxes, fill_adapter
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from sharding.axis import ALONE
+from sharding.mesh import MeshShape
 from sharding.placement import mesh_of
 from tests.models.adapters import RandomAdapter
 from tests.models.dense import dense_attend, dense_cache, dense_logits, dense_recur
@@ -37,32 +49,37 @@ FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "qwen3_5", "deepseek_v3")
 RANK, NUM_SLOTS = 8, 3
 
 
-def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS) -> LoraArrays:
+def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS, num_slots: int = NUM_SLOTS) -> LoraArrays:
     spec, family = model_spec(fixture.config, fixture.max_model_len), find_family(fixture.config)
-    return LoraArrays.of(spec, family, 1, layout, "float32", forms, num_slots=NUM_SLOTS, rank=RANK)
+    return LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=num_slots, rank=RANK)
 
 
 def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
     """The parameters with these adapters in these slots."""
     slots = arrays.empty(mesh_of(jax.devices()[0]))
-    room = next(layer.lora for layer in arrays.spec.layers if layer.lora is not None)
+    axes = SlotAxes.of(arrays.spec)
     for number, adapter in adapters.items():
-        slots = fill_adapter(slots, arrays.of_adapter(adapter.modules), jnp.array([number]), room=room)
+        one = arrays.of_adapter(adapter.modules)
+        if adapter.has_magnitudes:
+            ratios = jax.jit(partial(with_ratios, spec=of_one_slot(arrays.spec), axis=ALONE))
+            one |= {LAYERS: ratios(one[LAYERS], params["layers"])}
+        slots = fill_adapter(slots, one, jnp.array([number]), axes=axes)
     return params | {LORA: slots}
 
 
 def adapted_logits(params: Params, spec: ModelSpec, tokens: list[int], slots: list[int]) -> jax.Array:
     """f32[T, V] for a sequence whose tokens have the adapters in `slots`."""
     ids, positions = jnp.asarray(tokens, jnp.int32), jnp.arange(len(tokens), dtype=jnp.int32)
-    of_tokens = TokenAdapters.of(jnp.asarray(slots, jnp.int32), NUM_SLOTS)
-    x = begin_layers(params, spec, embed_tokens(params, spec, ids, positions))
+    of_tokens = TokenAdapters.of(jnp.asarray(slots, jnp.int32), spec.num_lora_slots)
+    x = begin_layers(params, spec, embed_tokens(params, spec, ids, positions, adapters=of_tokens))
     ways: Any = (ALONE, (), None, dense_recur, None, None, None, REFERENCE, of_tokens)
     x, _, _ = run_part(params, spec, x, positions, dense_cache(spec, len(tokens)), dense_attend, *ways)
-    return project_logits(params, spec, final_norm(params, spec, end_layers(params, spec, x)))
+    hidden = final_norm(params, spec, end_layers(params, spec, x))
+    return project_logits(params, spec, for_head(params, spec, hidden, of_tokens))
 
 
 def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAdapter:
-    return PeftAdapter.read(adapter.write(directory), arrays.sizes, RANK)
+    return PeftAdapter.read(adapter.write(directory), arrays.sizes, RANK, outside=arrays.outside)
 
 
 # The ways differ in nothing that depends on the family. DeepSeek V3 has layers of two kinds.
@@ -70,35 +87,44 @@ def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAda
     ("name", "way"),
     [
         *((name, "masked") for name in FAMILIES),
-        ("llama", "one by one"),
+        ("llama", "kernel"),
         ("llama", "stacked"),
         ("deepseek_v3", "stacked"),
+        ("llama", "many slots"),
+        ("llama", "many slots, stacked"),
     ],
 )
 def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_path: Path) -> None:
     fixture = Fixture.load(name)
-    layout: Layout = "stacked" if way == "stacked" else "separate"
-    chip = host_chip()
-    forms = Forms(adapters=CpuKernel(chip)) if way == "one by one" and chip is not None else PLAIN_FORMS
-    arrays = arrays_of(fixture, layout, forms)
-    assert any(layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora) == (forms is not PLAIN_FORMS)
-    adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True})
+    layout: Layout = "stacked" if "stacked" in way else "separate"
+    has_many = "many slots" in way
+    forms = Forms(adapters=CpuKernel(host_chip())) if way == "kernel" else PLAIN_FORMS
+    arrays = arrays_of(fixture, layout, forms, MOST_MASKED + 1 if has_many else NUM_SLOTS)
+    one_by_one = has_many or way == "kernel"
+    assert {layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora} == {one_by_one}
+    adapter = RandomAdapter(fixture, seed=3, config={"use_rslora": True, "use_dora": True})
     other = RandomAdapter(fixture, seed=4, rank=2)
     both = {2: read(adapter, tmp_path / "a", arrays), 3: read(other, tmp_path / "b", arrays)}
     directory = fixture.write_checkpoint(tmp_path / "model")
     base = model_spec(fixture.config, fixture.max_model_len)
+    # Adapters of one table that is both do not change each other's product.
+    apart = replace(base, tie_embeddings=False)
 
-    def load(**more: Any) -> Params:
-        return checkpoint.load(directory, base, dtype="float32", layout=layout, **more)
+    def load(spec: ModelSpec = base, **more: Any) -> Params:
+        return checkpoint.load(directory, spec, dtype="float32", layout=layout, **more)
 
     params = with_adapters(arrays, load(), both)
     [tokens] = [prompt for prompt in fixture.prompts if len(prompt) == max(map(len, fixture.prompts))][:1]
     tokens = tokens[:20]
     run = jax.jit(lambda params, slots: adapted_logits(params, arrays.spec, tokens, slots))
-    plain = jax.jit(lambda params: dense_logits(params, base, tokens))
+    plain = jax.jit(lambda params: dense_logits(params, base if "lm_head" not in params else apart, tokens))
     with quick_emitters(base):
         found = {slot: np.asarray(run(params, jnp.full(len(tokens), slot))) for slot in (0, 2, 3)}
-        expected = {0: plain(load()), 2: plain(load(tensors=adapter.merged())), 3: plain(load(tensors=other.merged()))}
+        expected = {
+            0: plain(load()),
+            2: plain(load(tensors=adapter.merged())),
+            3: plain(load(apart, tensors=other.merged())),
+        }
     spread = float(np.abs(np.asarray(expected[0]) - np.asarray(expected[2])).max())
     assert spread > 0.1, "the adapter changes something"
     for slot, logits in expected.items():
@@ -110,6 +136,7 @@ def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_p
 FIXTURE = Fixture.load("llama")
 GOOD = RandomAdapter(FIXTURE, seed=1)
 FIRST = "model.layers.0.self_attn.q_proj"
+TABLE = "base_model.model.model.embed_tokens"
 
 
 def damaged(directory: Path, change: Callable[[dict[str, np.ndarray]], object], **config: Any) -> Path:
@@ -136,14 +163,17 @@ def at(name: str, side: str) -> str:
         (lambda t: t.update({at("model.layers.99.mlp.up_proj", s): t[at(FIRST, s)] for s in "AB"}), "layers.99"),
         (lambda t: t.update({at("../../etc/passwd", s): t[at(FIRST, s)] for s in "AB"}), "can be adapted"),
         (lambda t: t.update({"base_model.model.lm_head.weight": t[at(FIRST, "A")]}), "unexpected tensor"),
+        (lambda t: t.update({f"{TABLE}.base_layer.weight": t[at(FIRST, "A")]}), "another vocabulary"),
+        (lambda t: t.update({f"{TABLE}.lora_embedding_A": t[f"{TABLE}.lora_embedding_A"][:, 1:]}), "has shape"),
+        (lambda t: t.pop(f"{TABLE}.lora_embedding_A"), "needs lora_A"),
         (lambda t: t.update({f"{at(FIRST, 'A')}.bias": t[at(FIRST, "A")]}), "unexpected tensor"),
         (lambda t: t.clear(), "no tensor"),
     ],
 )
 def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], message: str, tmp_path: Path) -> None:
-    directory, sizes = damaged(tmp_path, change), arrays_of(FIXTURE, "separate").sizes
+    directory, arrays = damaged(tmp_path, change), arrays_of(FIXTURE, "separate")
     with pytest.raises(ValueError, match=message):
-        PeftAdapter.read(directory, sizes, RANK)
+        PeftAdapter.read(directory, arrays.sizes, RANK, outside=arrays.outside)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +187,8 @@ def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], mess
         ({"lora_alpha": 10**400}, ValueError, "finite"),
         ({"rank_pattern": {"(a+)+$": 4}}, ValueError, "no expression"),
         ({"rank_pattern": [1]}, ValueError, "does not say"),
-        ({"use_dora": True}, NotImplementedError, "use_dora"),
+        ({"use_dora": True}, ValueError, "needs lora_magnitude_vector"),
+        ({"use_dora": 1}, ValueError, "use_dora must be true or false"),
         ({"bias": "all"}, NotImplementedError, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, NotImplementedError, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, NotImplementedError, "pissa"),

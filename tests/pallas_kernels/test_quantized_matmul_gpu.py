@@ -18,7 +18,7 @@ from pallas_kernels.quantized_matmul import gpu
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
 from pallas_kernels.quantized_matmul.gpu_product import QuantizedProduct
-from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles
+from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles, row_lanes
 from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, RowPanels, twice
 from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.pallas_kernels.test_quantized_matmul import Stored, rows
@@ -66,6 +66,12 @@ WAYS = (
     # Tokens in FP8, too, with a size for each group: of three, the second part of the inputs has one.
     Way(BY_NAME["fp8-blocks"], QuantizedTiles(16, 2, 128, 2, 2), dtype="float8_e4m3fn"),
     Way(POWERS, QuantizedTiles(8, 1, 128, 2, 1), "b200", "float8_e4m3fn", counts=(3, 0, 9)),
+    # Before Hopper: parts of the inputs, blocks of rows that overlap, groups without rows, and fewer stages than there
+    # is room for. Turing's copies go through registers.
+    Way(BY_NAME["fp8-blocks"], QuantizedTiles(16, 1, 64, 2, 2), "l4"),
+    Way(replace(BY_NAME["int8-zeros"], size_in=96), QuantizedTiles(16, 1, 32, 2, 1), "a100"),
+    Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 1, 64, 2, 1), "t4", "float16", counts=(3, 0, 12)),
+    Way(NVFP4, QuantizedTiles(8, 1, 32, 2, 1), "rtx3090"),
 )
 
 
@@ -228,6 +234,48 @@ def test_tiles_of_models(name: str) -> None:
         # Half of the multiprocessors at least are busy, as far as units have a thousand inputs.
         units = -(-case.num_rows // tiles.tokens) * -(-case.size_out // 128) * tiles.splits
         assert units >= chip.num_sms // 2 or case.size_in < 2048 * tiles.splits, (case, tiles)
+
+
+@pytest.mark.parametrize("name", ["t4", "a100", "l4"])
+def test_tiles_before_hopper(name: str) -> None:
+    chip = CHIPS[name]
+    assert isinstance(chip, GpuChip)
+    for case in SERVING:
+        tiles = tiles_of(case, chip, "float16")
+        assert tiles is not None and tiles.stages >= 2 and tiles.tokens >= min(case.num_rows, 64), case
+        inputs, rest = divmod(case.size_in // case.code.per_byte, tiles.line * tiles.splits)
+        assert inputs and not rest, "copies beyond the end of a row"
+        of_stage = 64 * tiles.line + tiles.tokens * tiles.line * case.code.per_byte * 2
+        assert tiles.stages * of_stage < chip.shared_memory_per_block
+        assert tiles_of(case, chip, "float8_e4m3fn") is None
+
+
+def test_tiles_of_99_kibibytes() -> None:
+    chip = CHIPS["pro6000"]
+    assert isinstance(chip, GpuChip)
+    for case in SERVING:
+        tiles = tiles_of(case, chip, case.code.name if case.rounds_tokens else "bfloat16")
+        assert tiles is not None and tiles.stages >= 2 and tiles.tokens >= min(case.num_rows, 64), case
+
+
+def test_four_warps_share_the_copy_of_rows() -> None:
+    assert [row_lanes(tokens, 128, 128) for tokens in (8, 16, 32)] == [32, 64, 64]
+    assert [row_lanes(tokens, 64, 32) for tokens in (8, 16, 64)] == [16, 32, 32]
+    assert row_lanes(8, 32, 32) is None  # two tiles of eight rows and sixteen inputs
+
+
+def test_registers_of_turing_are_halves_of_later_ones() -> None:
+    """PTX's mma.m16n8k8: in lane 4 g + t, A has columns 2 t and 2 t + 1 of rows g and g + 8, and B such rows of column
+    g. Those of m16n8k16 are that for the first eight columns of A and rows of B, and then for the others."""
+    lane, pair = np.arange(32)[:, None], np.arange(2)
+    group, thread = lane // 4, lane % 4
+    a = held(plgpu.Layout.MMA_LHS(jnp.float16), (64, 16))[0]
+    b = held(plgpu.Layout.MMA_RHS(jnp.float16), (16, 8))[0]
+    for half in range(2):
+        inputs = 8 * half + 2 * thread + pair
+        for below in range(2):
+            np.testing.assert_array_equal(a[:, 2 * half + below], (group + 8 * below) * 16 + inputs)
+        np.testing.assert_array_equal(b[:, half], inputs * 8 + group)
 
 
 def test_what_the_hardware_does_not_take_is_refused() -> None:

@@ -33,15 +33,21 @@ def test_jobs_survive_the_pipe():
     assert Deployment.from_json(given.to_json()) == given
 
 
-@pytest.mark.parametrize("device", ["v5e", "v7x", "h200", "b200"])
+@pytest.mark.parametrize("device", ["v5e", "v7x", "h200", "b200", "l4", "t4"])
 def test_kernels_run_where_there_are_any(device):
-    assert deployment("Llama-3.1-8B", device).backend.kind in ("tpu", "gpu")
+    assert deployment("Llama-3.1-8B", device).attention.kind in ("tpu", "gpu")
 
 
-@pytest.mark.parametrize("device", ["a100", "l4", "cpu"])
-def test_the_reference_runs_elsewhere(device):
-    assert deployment("Llama-3.1-8B", device).backend.kind == "reference"
-    assert deployment("Llama-3.1-8B", "h200", dtype="float32").backend.kind == "reference"
+def test_the_reference_runs_elsewhere():
+    assert deployment("Llama-3.1-8B", "cpu").attention.kind == "reference"
+    assert deployment("DeepSeek-V3", "l4", mesh="1x16").attention.kind == "reference", "it has no kernel for latents"
+    assert deployment("Llama-3.1-8B", "h200", dtype="float32").attention.kind == "reference"
+
+
+def test_a_t4_computes_in_float16():
+    assert (deployment("Llama-3.1-8B", "t4").dtype, deployment("Llama-3.1-8B", "l4").dtype) == ("float16", "bfloat16")
+    assert deployment("gemma-3-4b-it", "t4").dtype == "float32", "its hidden states are beyond float16"
+    assert deployment("Llama-3.1-8B", "t4", dtype="bfloat16").backend.kind == "reference"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def test_what_cannot_be_is_refused(options, said):
 
 
 def test_a_device_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="'v9x': known are v5e, .*, l4 and cpu"):
+    with pytest.raises(ValueError, match="'v9x': known are v5e, .*, l4, .*, t4 and cpu"):
         deployment("Llama-3.1-8B", "v9x")
 
 

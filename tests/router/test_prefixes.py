@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jaxvllm.core.kv_events_config import KVEventsConfig
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.page_pool import extend_page_hashes
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.router.config import RouterConfig
@@ -42,9 +43,12 @@ class Reading(Server):
         return JSONResponse({"detail": "no"}, 500) if self.is_silent else JSONResponse({"tokens": list(text.encode())})
 
 
-def publish(publisher: KVEventPublisher, text: str, salt: str | None = None) -> None:
+def publish(
+    publisher: KVEventPublisher, text: str, salt: str | None = None, adapter: LoraAdapter | None = None
+) -> None:
     """Tells that the server of `publisher` has all full pages of a text."""
-    request = request_of(list(text.encode()), salt)
+    salt = salt if adapter is None else adapter.salt(salt)
+    request = request_of(list(text.encode()), salt, adapter=adapter)
     hashes = extend_page_hashes([], request.token_ids(), PAGE_SIZE, salt)
     publisher.log.stored(0, "full_attention", None, list(range(len(hashes))), hashes, request)
     publisher.flush()
@@ -96,6 +100,26 @@ def test_a_prompt_goes_where_its_beginning_is(tmp_path: Path, path: str) -> None
             await knows(proxy, servers[2].url)
             assert (await client.post(path, json=body)).json()["from"] == "c"
             assert (await client.post(path, json=body | {"cache_salt": "mine"})).json()["from"] == "a", "not its pages"
+
+    asyncio.run(test())
+
+
+def test_a_prompt_for_an_adapter_goes_where_its_pages_are(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with three_servers(tmp_path) as (client, servers, publishers, proxy):
+
+            async def place(**body: str) -> str:
+                return str((await client.post("/v1/completions", json={"prompt": TEXT} | body)).json()["from"])
+
+            # Each server has read another content under that name.
+            for place_of, adapter in ((0, None), (1, LoraAdapter("sql", b"1" * 32, None))):
+                publish(publishers[place_of], TEXT, adapter=adapter)
+                await knows(proxy, servers[place_of].url)
+            publish(publishers[2], TEXT[:100], "mine", LoraAdapter("sql", b"2" * 32, None))
+            await knows(proxy, servers[2].url)
+            assert [await place(model="base") for _ in range(2)] == ["a", "a"]
+            assert [await place(model="sql") for _ in range(2)] == ["b", "b"]
+            assert [await place(model="sql", cache_salt="mine") for _ in range(2)] == ["c", "c"]
 
     asyncio.run(test())
 

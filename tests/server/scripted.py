@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import openai
 
 from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.sampling_params import RequestOutputKind
@@ -128,6 +127,7 @@ class Script:
 
     def openai_stream(self, **body: Any) -> Any:
         """The completion that OpenAI's streaming helper makes of the events."""
+        import openai
 
         async def run() -> Any:
             _, transport = self._play()

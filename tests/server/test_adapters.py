@@ -13,6 +13,7 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.engine.commands import LoadAdapter
 from jaxvllm.server.adapter_names import AdapterNames, read_modules
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError
@@ -31,6 +32,7 @@ class AdaptedServer:
     """A server with room for two adapters."""
 
     app: Any
+    llm: AsyncLLM
     portal: BlockingPortal
     directory: Path  # from which adapters may be loaded
 
@@ -71,13 +73,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedServer]:
     options = ENGINE | {"model": str(model), "max_model_len": 128, "enable_lora": True, "max_loras": 2}
     modules = (f"first={directory / 'adapter-0'}",)
     config = ServerConfig(
-        served_model_name=("tiny",), lora_modules=modules, lora_directory=str(directory), metrics_prefix="vllm"
+        served_model_name=("tiny",),
+        lora_modules=modules,
+        lora_directory=str(directory),
+        lora_resolver=True,
+        metrics_prefix="vllm",
     )
     with start_blocking_portal() as portal:
         llm = AsyncLLM.from_config(EngineConfig.from_options(**options))
         portal.call(llm.start)
         try:
-            yield AdaptedServer(application(llm, config), portal, directory)
+            yield AdaptedServer(application(llm, config), llm, portal, directory)
         finally:
             portal.call(llm.close)
 
@@ -146,6 +152,74 @@ def test_what_is_wrong_changes_nothing(server: AdaptedServer, tmp_path: Path) ->
     assert server.text("first") != server.text("tiny")
 
 
+def test_unknown_models_are_looked_up_in_the_directory(server: AdaptedServer, tmp_path: Path) -> None:
+    inside = server.directory
+    RandomAdapter(FIXTURE, seed=5, size=1).write(inside / "found.v1")
+    (inside / "empty").mkdir()
+    outside = RandomAdapter(FIXTURE, seed=6).write(tmp_path / "outside")
+    (inside / "elsewhere").symlink_to(outside)
+    (inside / ".hidden").symlink_to(inside / "found.v1")
+    RandomAdapter(FIXTURE, seed=7, rank=64, config={"r": 64}).write(inside / "wide")
+    loaded: list[str] = []
+    ask = server.llm.ask
+
+    async def counting(command: Any) -> Any:
+        if isinstance(command, LoadAdapter):
+            loaded.append(command.name)
+        return await ask(command)
+
+    async def together() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://server") as client:
+            body = {"model": "found.v1", "prompt": "The", "max_tokens": 2}
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(6)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.llm, "ask", counting)
+        hostile = (
+            "../outside",
+            str(outside),
+            "elsewhere",
+            ".hidden",
+            ".",
+            "..",
+            "found.v1/",
+            "empty",
+            "a\0b",
+            "x" * 999,
+        )
+        for name in (*hostile, "pipe", ""):
+            assert server.refusal("/v1/completions", model=name, prompt="The")[0] == 404, name
+        assert not loaded
+        status, message = server.refusal("/v1/completions", model="wide", prompt="The")
+        assert status == 400 and "max_lora_rank is 16" in message and str(inside) not in message
+        assert [answer.status_code for answer in server.portal.call(together)] == [200] * 6
+        assert loaded == ["wide", "found.v1"]
+        assert server.text("found.v1") not in (server.text("tiny"), server.text("first"))
+    assert server.names[-1] == ("found.v1", "tiny")
+    # One whose name was taken away is looked up as any other.
+    assert server.ask("/v1/unload_lora_adapter", lora_name="found.v1").status_code == 200
+    assert server.ask("/tokenize", model="found.v1", prompt="The").status_code == 200
+    assert server.ask("/v1/unload_lora_adapter", lora_name="found.v1").status_code == 200
+
+
+def test_changes_of_one_name_wait_for_each_other(server: AdaptedServer) -> None:
+    async def race() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://server") as client:
+
+            async def post(path: str, **body: Any) -> int:
+                return (await client.post(f"/v1/{path}_lora_adapter", json={"lora_name": "raced"} | body)).status_code
+
+            loads = [post("load", lora_path="adapter-1"), post("load", lora_path="adapter-2")]
+            return await asyncio.gather(*loads, post("unload"), post("load", lora_path="adapter-2"))
+
+    assert server.portal.call(race) == [200, 400, 200, 200]
+    expected = server.text("raced")
+    assert server.ask("/v1/load_lora_adapter", lora_name="same", lora_path="adapter-2").status_code == 200
+    assert server.text("same") == expected
+    for name in ("raced", "same"):
+        assert server.ask("/v1/unload_lora_adapter", lora_name=name).status_code == 200
+
+
 def raises(match: str, run: Callable[[], object]) -> None:
     with pytest.raises((ValueError, ApiError), match=match):
         run()
@@ -162,4 +236,5 @@ def test_options(tmp_path: Path) -> None:
     raises("twice", lambda: read_modules(["a=/x", "a=/y"]))
     raises("that of the model", lambda: AdapterNames([("m", "/x")], ["m"], None))
     raises("is no directory", lambda: ServerConfig(lora_directory=str(tmp_path / "none")))
+    raises("set it, too", lambda: ServerConfig(lora_resolver=True))
     raises("API processes", lambda: ServerConfig(lora_directory=str(tmp_path), api_server_count=2))

@@ -5,19 +5,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from jaxvllm.server.protocol.message_events import MessagesEvent
 from jaxvllm.server.protocol.messages import CountTokensRequest, MessagesResponse
 from tests.server.conftest import Server, events_of
+from tests.server.judges import judge
 from tests.server.scripted import TWO_CALLS, Says, Script
 
 PATH = "/v1/messages"
-OURS, THEIRS = TypeAdapter(MessagesEvent), TypeAdapter(RawMessageStreamEvent)
+OURS = "jaxvllm.server.protocol.message_events.MessagesEvent"
+THEIRS = "anthropic.types.RawMessageStreamEvent"
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
     "description": "Returns the weather of a city.",
@@ -33,7 +31,7 @@ def whole(script: Script, **body: Any) -> Any:
     response, _ = script.post(PATH, **BODY | body)
     assert response.status_code == 200, response.text
     MessagesResponse.model_validate(response.json())
-    Message.model_validate(response.json())
+    judge("anthropic.types.Message").validate_python(response.json())
     return response.json()
 
 
@@ -44,9 +42,9 @@ def joined(events: list[Any]) -> Any:
     open_index = None
     for event in events:
         data = event.data
-        OURS.validate_python(data)
+        judge(OURS).validate_python(data)
         if event.name != "ping":
-            THEIRS.validate_python(data)
+            judge(THEIRS).validate_python(data)
         assert event.name == data["type"]
         match event.name:
             case "message_start":
@@ -317,6 +315,8 @@ def test_a_bad_field_is_named(server: Server, body: dict[str, Any], told: str) -
 
 
 def test_the_client_of_anthropic(server: Server) -> None:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         body: dict[str, Any] = {name: value for name, value in BODY.items() if name != "temperature"}
         body |= {"model": "demo", "extra_body": {"temperature": 0}}

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from anthropic.types.beta import BetaMessage, BetaMessageTokensCount, BetaRawMessageDeltaEvent
 
 from jaxvllm.server.protocol.context_management import CLEARED, ContextManagement, edit
 from jaxvllm.server.protocol.message_blocks import InputMessage
 from jaxvllm.server.protocol.messages import ConversationFields
 from tests.server.conftest import Server, events_of
+from tests.server.judges import judge
 
 PATH = "/v1/messages"
 TRIGGERED = {"type": "tool_uses", "value": 3}
@@ -140,14 +140,14 @@ def test_answers_and_counts_tell_what_was_cleared(server: Server) -> None:
     plain = server.answer(f"{PATH}/count_tokens", **body)
     assert plain["context_management"] is None
     counted = server.answer(f"{PATH}/count_tokens", **edited_body)
-    BetaMessageTokensCount.model_validate(counted)
+    judge("anthropic.types.beta.BetaMessageTokensCount").validate_python(counted)
     assert counted["context_management"] == {"original_input_tokens": plain["input_tokens"]}
     saved = plain["input_tokens"] - counted["input_tokens"]
     assert saved > 30
 
     sent = edited_body | dict(max_tokens=4, temperature=0)
     whole = server.answer(PATH, **sent)
-    BetaMessage.model_validate(whole)
+    judge("anthropic.types.beta.BetaMessage").validate_python(whole)
     applied = {"applied_edits": [{"type": TOOLS, "cleared_tool_uses": 1, "cleared_input_tokens": saved}]}
     assert whole["context_management"] == applied
     usage = whole["usage"]
@@ -156,5 +156,5 @@ def test_answers_and_counts_tell_what_was_cleared(server: Server) -> None:
     with server.client.stream("POST", PATH, json=sent | {"stream": True}) as response:
         events = list(events_of("".join(response.iter_text())))
     ending = next(event.data for event in events if event.name == "message_delta")
-    BetaRawMessageDeltaEvent.model_validate(ending)
+    judge("anthropic.types.beta.BetaRawMessageDeltaEvent").validate_python(ending)
     assert ending["context_management"] == applied

@@ -1,4 +1,7 @@
-"""A real server from its first line to its last, and that no process of it is ever left."""
+"""A real server from its first line to its last, and that no process of it is ever left.
+
+`tests/faults` has the second signal, the end of the server by kill -9, and models that cannot be read.
+"""
 
 import asyncio
 import json
@@ -21,7 +24,7 @@ from jaxvllm.cli.serve import main
 from jaxvllm.server import lifecycle
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.lifecycle import StopSignals, until_first
-from tests.processes import is_alive, stop, stopped, wait_until_gone
+from tests.processes import is_alive, stopped
 from tests.server.conftest import ENGINE
 from tests.waiting import PATIENCE, wait_until
 
@@ -176,18 +179,6 @@ def test_sigterm_lets_requests_finish(start):
     assert "Traceback" not in server.log and "ERROR" not in server.log
 
 
-def test_a_second_signal_ends_at_once(start):
-    server = start("--shutdown-timeout", "100000").ready()
-    engine = server.engine()
-    with open_streams(server, 1):
-        server.process.send_signal(signal.SIGINT)
-        server.until("stopping: 1 request may finish")
-        server.process.send_signal(signal.SIGINT)
-        assert server.end() == 130  # nothing else could end it: the request never finishes
-    assert not is_alive(engine)
-    assert "Traceback" not in server.log
-
-
 def test_requests_that_take_too_long_get_an_error_event(start):
     server = start("--shutdown-timeout", "0.01").ready()
     engine = server.engine()
@@ -198,14 +189,6 @@ def test_requests_that_take_too_long_get_an_error_event(start):
     assert json.loads(events(rest)[-2])["error"]["message"]
     assert server.end() == 1
     assert not is_alive(engine) and "Traceback" not in server.log
-
-
-def test_the_engine_never_outlives_the_server(start):
-    server = start().ready()
-    engine = server.engine()
-    stop(engine)  # it cannot even see that standard input has ended
-    server.process.kill()
-    wait_until_gone(engine)
 
 
 def test_ctrl_c_while_the_engine_loads(start):
@@ -224,12 +207,6 @@ def test_a_port_in_use_is_one_line(capsys):
     assert re.fullmatch(
         rf"jaxvllm serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose .*\n", error
     )
-
-
-def test_a_model_that_is_not_there_is_one_line(start):
-    server = start("/no/such/directory")
-    assert server.end() == 2
-    assert server.log.splitlines()[-1].startswith("jaxvllm serve: ") and "Traceback" not in server.log
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,27 @@
 import re
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
-from pydantic import TypeAdapter
 
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.protocol.context_management import edit as make_edits
-from jaxvllm.server.protocol.message_events import MessagesEvent
 from jaxvllm.server.protocol.messages import MessagesRequest, MessagesResponse
 from tests.server.conftest import Server
+from tests.server.judges import judge
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 QUESTION = "What is the capital of France?"
 USER = {"role": "user", "content": QUESTION}
 GREEDY: dict[str, Any] = dict(messages=[USER], temperature=0, max_tokens=40)
-OURS, THEIRS = TypeAdapter(MessagesEvent), TypeAdapter(RawMessageStreamEvent)
+OURS = "jaxvllm.server.protocol.message_events.MessagesEvent"
+THEIRS = "anthropic.types.RawMessageStreamEvent"
 
 
 def message(server: Server, **body: Any) -> Any:
     answer = server.answer(PATH, **body)
     MessagesResponse.model_validate(answer)
-    Message.model_validate(answer)
+    judge("anthropic.types.Message").validate_python(answer)
     return answer
 
 
@@ -42,10 +40,10 @@ def stream(server: Server, **body: Any) -> list[Any]:
     """The data of a stream's events, each of which is as documented."""
     events = server.events(PATH, **body)
     for event in events:
-        OURS.validate_python(event.data)
+        judge(OURS).validate_python(event.data)
         assert event.name == event.data["type"]
         if event.name != "ping":
-            THEIRS.validate_python(event.data)
+            judge(THEIRS).validate_python(event.data)
     return [event.data for event in events]
 
 
@@ -226,6 +224,8 @@ def test_errors_have_anthropics_shape(server, path):
 
 
 def test_the_client_of_anthropic(server):
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         body: dict[str, Any] = dict(model="demo", messages=[USER], max_tokens=40, extra_body={"temperature": 0})
         answer = client.messages.create(**body, system="Be brief.")
@@ -289,7 +289,7 @@ def test_what_claude_code_sends(server):
     answer = server.client.post(f"{PATH}?beta=true", json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.json()["context_management"] == {"applied_edits": []}
-    assert anthropic.types.beta.BetaMessage.model_validate(answer.json()).stop_details is None
+    assert judge("anthropic.types.beta.BetaMessage").validate_python(answer.json()).stop_details is None
     prompt = count(server, **{name: body[name] for name in ("system", "messages", "tools")})
     hosted = [tool for tool in body["tools"] if "type" not in tool]
     assert prompt == count(server, **{name: body[name] for name in ("system", "messages")}, tools=hosted)

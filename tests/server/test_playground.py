@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.explainer.reports import hostile_report
+from tests.server.conftest import Server
 from tests.server.playground_fake import CONTEXT, FILES, KEY, TEXT, Fake, fake_server
 from tests.waiting import wait_until
 from tools import chromium
@@ -919,41 +918,33 @@ def test_text_stands_out(scheme: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_on_the_real_server(tab: Browser) -> None:
-    few = ("--num-pages", "100", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")  # and so few buckets
-    command = [sys.executable, "-m", "jaxvllm.serve", "--port", "0", *few]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stderr is not None
-            url = next(line.split()[-1] for line in server.stderr if "ready after" in line)
-            tab.console()
-            tab.open(url + "/")
-            tab.click("[name=probabilities]")
-            tab.clear("[name=max_tokens]")
-            tab.type("[name=max_tokens]", "20")
-            for mode, prompt in [("chat", "What is the capital of France?"), ("completion", "Once upon a time")]:
-                tab.click(f"[value={mode}] + span")
-                ask(tab, prompt)
-                tab.wait(f"document.querySelector('#{mode} .stats')?.textContent && !document.querySelector('.busy')")
-                assert re.search(r" in \(\d+ cached\) · \d+ out", tab.text(f"#{mode} .stats"))
-                tokens = f"[...document.querySelectorAll('#{mode} .token')]"
-                text = tab.text(f"#{mode} .answer")
-                assert text and tab.run(f"return {tokens}.map(token => token.textContent).join('')") == text
-            # The slider is all the way up: the text goes on until the story or the context ends.
-            tab.clear("[name=max_tokens]")
-            tab.type("[name=max_tokens]", "1024")
-            tab.click("#prompt")
-            tab.press("Enter")
-            last = "#completion .turn:nth-child(2)"
-            tab.wait(f"document.querySelector('{last} .stats')?.textContent && !document.querySelector('.busy')", 60)
-            numbers = re.search(r"(\d+) in .* (\d+) out(?: · (.*))?", tab.text(f"{last} .stats"))
-            assert numbers is not None
-            assert int(numbers[2]) > 20 and numbers[3] in (None, "context full"), numbers[0]
-            tab.wait("document.querySelector('#steps-summary').textContent.includes('padding')")
-            tab.wait("document.querySelector('#pool-summary').textContent === '0 of 99 pages · 0 running · 0 waiting'")
-            assert tab.console() == []
-        finally:
-            server.terminate()
+def test_it_runs_on_the_real_server(tab: Browser, server: Server) -> None:
+    tab.console()
+    tab.open(server.url + "/")
+    tab.click("[name=probabilities]")
+    tab.clear("[name=max_tokens]")
+    tab.type("[name=max_tokens]", "20")
+    for mode, prompt in [("chat", "What is the capital of France?"), ("completion", "Once upon a time")]:
+        tab.click(f"[value={mode}] + span")
+        ask(tab, prompt)
+        tab.wait(f"document.querySelector('#{mode} .stats')?.textContent && !document.querySelector('.busy')")
+        assert re.search(r" in \(\d+ cached\) · \d+ out", tab.text(f"#{mode} .stats"))
+        tokens = f"[...document.querySelectorAll('#{mode} .token')]"
+        text = tab.text(f"#{mode} .answer")
+        assert text and tab.run(f"return {tokens}.map(token => token.textContent).join('')") == text
+    # The slider is all the way up: the text goes on until the story or the context ends.
+    tab.clear("[name=max_tokens]")
+    tab.type("[name=max_tokens]", "512")
+    tab.click("#prompt")
+    tab.press("Enter")
+    last = "#completion .turn:nth-child(2)"
+    tab.wait(f"document.querySelector('{last} .stats')?.textContent && !document.querySelector('.busy')", 60)
+    numbers = re.search(r"(\d+) in .* (\d+) out(?: · (.*))?", tab.text(f"{last} .stats"))
+    assert numbers is not None
+    assert int(numbers[2]) > 20 and numbers[3] in (None, "context full"), numbers[0]
+    tab.wait("document.querySelector('#steps-summary').textContent.includes('padding')")
+    tab.wait("document.querySelector('#pool-summary').textContent === '0 of 199 pages · 0 running · 0 waiting'")
+    assert tab.console() == []
 
 
 def luminance(colour: str) -> float:

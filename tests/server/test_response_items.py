@@ -5,19 +5,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from jaxvllm.server.protocol.response_events import ResponsesEvent
 from jaxvllm.server.protocol.response_items import InputItem, messages_of
 from jaxvllm.server.protocol.responses import ResponsesResponse
 from tests.server.conftest import Server, events_of
+from tests.server.judges import judge
 from tests.server.scripted import TWO_CALLS, Says, Script
 
 PATH = "/v1/responses"
-OURS, THEIRS = TypeAdapter(ResponsesEvent), TypeAdapter(ResponseStreamEvent)
+OURS = "jaxvllm.server.protocol.response_events.ResponsesEvent"
+THEIRS = "openai.types.responses.ResponseStreamEvent"
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",
@@ -39,7 +38,7 @@ def whole(script: Script, **body: Any) -> Any:
     response, _ = script.post(PATH, **BODY | body)
     assert response.status_code == 200, response.text
     ResponsesResponse.model_validate(response.json())
-    Response.model_validate(response.json())
+    judge("openai.types.responses.Response").validate_python(response.json())
     return response.json()
 
 
@@ -49,8 +48,8 @@ def checked(events: list[Any]) -> list[Any]:
     open_item = None
     for number, event in enumerate(events):
         data = event.data
-        OURS.validate_python(data)
-        THEIRS.validate_python(data)
+        judge(OURS).validate_python(data)
+        judge(THEIRS).validate_python(data)
         assert (event.name, data["sequence_number"]) == (data["type"], number)
         if data["type"] == "response.output_item.added":
             assert open_item is None, "two items are open"
@@ -347,6 +346,8 @@ class City(BaseModel):
 
 
 def test_the_client_of_openai(server: Server) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         body: dict[str, Any] = dict(model="demo", **BODY)
         with client.responses.stream(**body) as events:

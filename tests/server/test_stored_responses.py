@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import openai
 import pytest
 
 from jaxvllm.server.config import ServerConfig
@@ -31,6 +30,8 @@ def test_a_request_follows_a_response(server: Server) -> None:
 
 
 def test_a_response_is_shown_and_deleted(server: Server) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         first = client.responses.create(model="demo", **GREEDY)
         assert client.responses.retrieve(first.id).to_dict() == first.to_dict()

@@ -115,10 +115,13 @@ def test_the_exit_status(
 
 def test_resources_of_a_gpu_kernel(tmp_path: Path) -> None:
     (tmp_path / "attend_0.resources.txt").write_text("Resources(smem_scratch_bytes=65536, tmem_scratch_cols=0)")
-    (tmp_path / "attend_0.ptxas").write_text(
-        "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\nptxas info    : Used 134 registers\n"
+    report = (
+        "ptxas info    : Compiling entry function 'attend' for 'sm_90a'",
+        "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads",
+        "ptxas info    : Used 134 registers",
     )
-    expected = KernelResources("attend_0", shared_memory_bytes=65536, registers=134, spill_bytes=12)
+    (tmp_path / "attend_0.ptxas").write_text("\n".join(report))
+    expected = KernelResources("attend_0", None, 65536, registers=134, spill_bytes=12, ptx_target="sm_90a")
     assert expected.spills_on_gpu
     assert read_resources(tmp_path, "") == (expected,)
 

@@ -4,16 +4,20 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from jaxvllm.config import EngineConfig
+from jaxvllm.core.lora import LoRARequest
+from jaxvllm.core.request import GenerationRequest, Prompt
+from jaxvllm.core.routing import POLICIES, Asked, Candidate
 from jaxvllm.core.sampling_params import RequestOutputKind as Kind
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
@@ -379,8 +383,6 @@ def test_a_seed_for_each_request_without_one(pool: EnginePool, portal: BlockingP
 
 
 def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: BlockingPortal, monkeypatch: Any) -> None:
-    from jaxvllm.core.routing import POLICIES
-
     monkeypatch.setattr(pool, "config", replace(pool.config, routing_policy="prefix"))
     monkeypatch.setattr(pool, "_policy", POLICIES["prefix"])
 
@@ -400,6 +402,19 @@ def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: Blocki
     places = [count.index(max(count)) for count in counts]
     assert places[0] != places[1]
     assert places == [places[0], places[1], places[0], places[0], places[1], places[1]]
+    # Pages of the model are none of an adapter, and those of one adapter none of another.
+    found: list[list[int]] = []
+
+    def look(candidates: Sequence[Candidate], asked: Asked) -> int:
+        found.append([asked.num_cached(place) for place in range(len(candidates))])
+        return 0
+
+    monkeypatch.setattr(pool, "_policy", look)
+    prompt = Prompt(None, np.array([5] * 128, np.int32))
+    for number in (None, 1, 2, 1):
+        adapter = None if number is None else LoRARequest("adapter", number, "/adapter")
+        pool._choose(pool._members, GenerationRequest("one", prompt, SamplingParams(), lora_request=adapter))
+    assert [max(of) > 0 for of in found] == [True, False, False, True]
 
 
 def test_a_reset_of_the_prefix_cache_is_for_all_engines(

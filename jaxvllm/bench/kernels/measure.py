@@ -15,7 +15,8 @@ from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
 from jaxvllm.ranges import Range, check_ranges
-from pallas_kernels.backend import REFERENCE, Backend, BackendName
+from pallas_kernels.backend import REFERENCE, Backend, BackendName, multiplies_bf16
+from pallas_kernels.ragged_paged_attention import backend_for
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 
 # The heads of an 8B model. All serving cases together take a quarter of an hour.
@@ -27,7 +28,7 @@ class KernelOptions:
     """The cases to measure, and the way to measure them."""
 
     cases: str = DEFAULT_CASES  # a regular expression that finds the names of cases
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, bfloat16 elsewhere
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on CPU, else 16 bits
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     minutes: Annotated[float, Range(0, 10_000)] = 5.0  # start no further case after so many
 
@@ -91,7 +92,8 @@ class KernelBenchmark:
     device: jax.Device = field(default_factory=lambda: jax.devices()[0])
 
     def __post_init__(self) -> None:
-        auto = "float32" if self.device.platform == "cpu" else "bfloat16"
+        in_16_bits = "bfloat16" if multiplies_bf16(self.device) else "float16"
+        auto = "float32" if self.device.platform == "cpu" else in_16_bits
         self.dtype = jnp.dtype(auto if self.options.dtype == "auto" else self.options.dtype)
         self.ceilings = measure_ceilings(self.device, self.dtype)
 
@@ -121,7 +123,7 @@ class KernelBenchmark:
         return about | {"cases_not_measured": left, "results": [result.record() for result in results]}
 
     def _contenders(self) -> list[PagedContender]:
-        backend = Backend.of_device(self.options.attention_backend, self.device, self.dtype)
+        backend = backend_for(128, Backend.of_device(self.options.attention_backend, self.device, self.dtype))
         reference = PagedContender("reference", OurAttention(REFERENCE), REFERENCE, self.device)
         if backend == REFERENCE:
             return [reference]

@@ -67,7 +67,13 @@ class FewBitsForms:
     @property
     def fills_groups_up(self) -> bool:
         """Whether the last group of a row may have fewer inputs than the others."""
-        return isinstance(self.backend.chip, GpuChip)
+        return self._gpu is not None
+
+    @property
+    def _gpu(self) -> GpuChip | None:
+        """The GPU whose kernels multiply."""
+        chip = self.backend.chip
+        return chip if isinstance(chip, GpuChip) else None
 
     def of(self, stored: StoredAs, group: int | None, of_experts: bool = False) -> FewBits | None:
         """Returns the form of a matrix with groups of at most that size, or None where it has none.
@@ -77,7 +83,7 @@ class FewBitsForms:
         where XLA multiplies rows in few bits by a single matrix, because XLA would copy each expert
         """
         chip = self.backend.chip
-        if stored.scale_dtype == E4M3.name and not isinstance(chip, GpuChip):
+        if stored.scale_dtype == E4M3.name and self._gpu is None:
             stored = replace(stored, scale_dtype="float32")  # the two scales of an element as one
         if (on_cpu := self._on_cpu(stored, group)) is not None:
             return on_cpu
@@ -85,8 +91,9 @@ class FewBitsForms:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
-        if isinstance(chip, GpuChip) and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
-            may_round = not of_experts and takes_tokens(stored.code, group)
+        if self._gpu is not None and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
+            # Before Hopper, codes are multiplied by tokens as they are.
+            may_round = not of_experts and self._gpu.has_copy_engine and takes_tokens(stored.code, group)
             return GpuGroups(
                 stored.code,
                 group,
@@ -95,7 +102,7 @@ class FewBitsForms:
                 self.shards,
                 rounds_tokens=stored.rounds_tokens and may_round,
                 has_input_scale=stored.has_input_scale and may_round,
-                chip=chip,
+                chip=self._gpu,
                 interpret=self.backend.interpret,
             )
         # XLA would multiply by rows of int8 and FP8 without a copy, too, but in 1.2 times (v6e) to 2.4 times (v5p) the
@@ -131,8 +138,8 @@ class FewBitsForms:
         rounds_to_float8 = wanted.rounds_tokens and wanted.code == E4M3
         if not rounds_to_float8 and (on_cpu := self._on_cpu(wanted, wanted.group)) is not None:
             return on_cpu
-        has_kernel = isinstance(self.backend.chip, TpuChip | GpuChip) and of_experts
-        has_kernel |= isinstance(self.backend.chip, GpuChip) and wanted.code == E4M3
+        has_kernel = (isinstance(self.backend.chip, TpuChip) or self._gpu is not None) and of_experts
+        has_kernel |= self._gpu is not None and wanted.code == E4M3
         if wanted.rounds_tokens and not has_kernel:
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:

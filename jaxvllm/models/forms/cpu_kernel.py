@@ -13,7 +13,8 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.form import Arrays, Experts, Form, Gating
 from jaxvllm.models.forms.plain import MATRIX
 from pallas_kernels.chips import CpuChip
-from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import RowOrder, grouped_gated_matmul, grouped_matmul
+from pallas_kernels.low_rank import add_low_rank
 from pallas_kernels.small_matmul import small_gated_matmul, small_matmul
 
 
@@ -78,6 +79,21 @@ class CpuKernel(OnCpu):
 
     def operands(self, matrices: Sequence[Arrays]) -> tuple[list[jax.Array], list[jax.Array] | None]:
         return [arrays[MATRIX] for arrays in matrices], None
+
+    def add_low_rank(
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        downs: Sequence[Arrays],
+        ups: Sequence[Arrays],
+        index: jax.Array | int,
+        order: RowOrder,
+        gating: Gating | None = None,
+    ) -> jax.Array | None:
+        if gating not in (None, "silu", "gelu_tanh"):
+            return None
+        own_downs, own_ups = ([arrays[MATRIX] for arrays in several] for several in (downs, ups))
+        return add_low_rank(y, x, own_downs, own_ups, index, order, gate=gating, chip=self.chip)
 
     def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
         return jnp.take(arrays[MATRIX], numbers, axis=0, mode="clip")

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from pallas_kernels.grouped_matmul import over_groups
+from pallas_kernels.grouped_matmul import RowOrder, over_groups
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 
@@ -62,6 +62,11 @@ class Form(ABC):
     # Whether `product_in_stack` reads one layer's matrix where it is in the stack of all layers. XLA would copy a slice
     # of a stack for a kernel of ours, and reads it in place for a product of its own.
     reads_stacks: ClassVar[bool] = False
+
+    @property
+    def tells_columns(self) -> bool:
+        """Whether products with unit vectors are the columns of a matrix, which DoRA needs to know."""
+        return True
 
     def of_matrix(self, matrix: ParamDecl) -> "Form":
         """Returns the form of one matrix, of which it may need to know more than its arrays tell."""
@@ -115,6 +120,19 @@ class Form(ABC):
         branches = [partial(of_stack, arrays) for arrays in experts.stacks]
         result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
         return result
+
+    def add_low_rank(
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        downs: Sequence[Arrays],
+        ups: Sequence[Arrays],
+        index: jax.Array | int,
+        order: RowOrder,
+        gating: Gating | None = None,
+    ) -> jax.Array | None:
+        """Does what `pallas_kernels.low_rank.add_low_rank` says, or returns None where no kernel does."""
+        return None
 
     def product_in_stack(
         self, x: jax.Array, stack: Arrays, number: jax.Array | int, dtype: DTypeLike | None = None

@@ -75,6 +75,10 @@ class GpuGroups(ScaledGroups):
     reads_stacks: ClassVar[bool] = True
 
     @property
+    def tells_columns(self) -> bool:
+        return not self.has_input_scale
+
+    @property
     def has_row_scales(self) -> bool:
         """Whether each row has a scale of its own, by which those of its groups are multiplied."""
         return self.scale_dtype == E4M3.name

@@ -134,6 +134,19 @@ class ReadWeights:
 
 
 @dataclass(frozen=True)
+class FillAdapter:
+    """Brings an adapter into its slot."""
+
+    packed: NDArray[np.int32]  # [words], made by `AdapterFills.packed`
+    slot: int
+
+
+@dataclass(frozen=True)
+class EmptyAdapters:
+    """Makes the slots of adapters as new."""
+
+
+@dataclass(frozen=True)
 class Reset:
     """Makes pages and state as new."""
 
@@ -151,6 +164,11 @@ class ParkWeights:
 @dataclass(frozen=True)
 class UnparkWeights:
     """Brings the weights back to the devices."""
+
+
+@dataclass(frozen=True)
+class DropWeights:
+    """Frees the weights, until `ReadWeights` brings others."""
 
 
 @dataclass(frozen=True)
@@ -179,18 +197,21 @@ type Call = (
     | TakeLoads
     | PlaceExperts
     | ReadWeights
+    | FillAdapter
+    | EmptyAdapters
     | Reset
     | ReleasePages
     | ParkWeights
     | UnparkWeights
+    | DropWeights
     | Close
 )
 type Message = Call | Abandon
 
 # On the wire a message is a header and then its packed words: little-endian, 32 bits each, and no code to execute.
 _HEADER = struct.Struct(
-    "<12I"
-)  # the kind, seven numbers of the bucket, one of the kind's own, the two sizes of the array, and the number of words
+    "<13I"
+)  # the kind, eight numbers of the bucket, one of the kind's own, the two sizes of the array, and the number of words
 _KINDS: tuple[type[Message], ...] = (
     Reset,
     Close,
@@ -213,9 +234,17 @@ _KINDS: tuple[type[Message], ...] = (
     ReleasePages,
     ParkWeights,
     UnparkWeights,
+    DropWeights,
+    FillAdapter,
+    EmptyAdapters,
 )
 # The field of the kind's own number.
-_OWN_FIELDS: Mapping[type[Message], str] = {Read: "readout", SampleSome: "is_last", PlaceExperts: "layer"}
+_OWN_FIELDS: Mapping[type[Message], str] = {
+    Read: "readout",
+    SampleSome: "is_last",
+    PlaceExperts: "layer",
+    FillAdapter: "slot",
+}
 _NO_WORDS = np.zeros(0, np.int32)
 
 
@@ -223,11 +252,10 @@ def to_bytes(message: Message) -> bytes:
     """Encodes `message` for the wire."""
     bucket: Bucket | None = getattr(message, "bucket", None)
     words: NDArray[np.int32] = getattr(message, "packed", _NO_WORDS)
-    sizes: tuple[int, ...] = (0,) * 7
+    sizes: tuple[int, ...] = (0,) * 8
     if bucket is not None:
-        assert not bucket.is_adapted, "there are no adapters where several processes have devices"
         of_bucket = (bucket.num_tokens, bucket.num_rows, bucket.width, bucket.is_split, bucket.num_drafts)
-        sizes = (*of_bucket, bucket.is_blind, bucket.is_plain)
+        sizes = (*of_bucket, bucket.is_blind, bucket.is_plain, bucket.is_adapted)
     shape = words.shape if words.ndim == 2 else (0, 0)
     own_field = _OWN_FIELDS.get(type(message))
     own = 0 if own_field is None else getattr(message, own_field)
@@ -243,9 +271,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
-    kind, tokens, rows, width, is_split, num_drafts, is_blind, is_plain, own, first, second, num_words = _HEADER.unpack(
-        header
-    )
+    kind, tokens, rows, width, is_split, num_drafts, *flags, own, first, second, num_words = _HEADER.unpack(header)
     payload = stream.read(4 * num_words)
     if len(payload) < 4 * num_words:
         return None
@@ -257,7 +283,7 @@ def read_message(stream: BinaryIO) -> Message | None:
     packed = np.frombuffer(payload, "<i4")
     arguments: dict[str, Any] = {}
     if tokens:
-        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, bool(is_blind), bool(is_plain))
+        arguments["bucket"] = Bucket(tokens, rows, width, bool(is_split), num_drafts, *map(bool, flags))
     if num_words:
         arguments["packed"] = packed.reshape(first, second) if first else packed
     if (own_field := _OWN_FIELDS.get(_KINDS[kind])) is not None:

@@ -5,6 +5,7 @@ Heads of embeddings compute in float32 (vLLM's pooler heads do), so vectors leav
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,22 +21,22 @@ from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 
 
-def last_vectors(hidden: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Returns the last hidden states f[R, E] of R rows as f32[R, E]."""
+def last_vectors(hidden: jax.Array, num_tokens: jax.Array, *, size: int) -> jax.Array:
+    """Returns the last hidden states of R rows as f32[R, E], of f[R, ..] which begin with the E = `size` of each."""
     del num_tokens  # of the rows: each is one hidden state here
-    return hidden.astype(jnp.float32)
+    return hidden[:, :size].astype(jnp.float32)
 
 
-def sum_vectors(hidden: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Returns the sums f32[R, E] over the hidden states f[T, E] of rows, which have `num_tokens` i32[R] of them.
+def sum_vectors(hidden: jax.Array, num_tokens: jax.Array, *, size: int) -> jax.Array:
+    """Returns the sums f32[R, E] over the hidden states of rows, which have `num_tokens` i32[R] of them.
 
-    The states after those of the last row are padding.
+    Each of f[T, ..] begins with the E = `size` numbers of a state. The states after those of the last row are padding.
     """
     ends = jnp.cumsum(num_tokens)[:, None]
     at = jnp.arange(len(hidden))
     is_own = (at < ends) & (at >= ends - num_tokens[:, None])
     # The sum of float32 products with 0 and 1, exact in float32 but for its order.
-    states = hidden.astype(jnp.float32)
+    states = hidden[:, :size].astype(jnp.float32)
     states = jnp.where(is_own.any(axis=0)[:, None], states, 0)  # padding may be anything, NaN too
     return jnp.matmul(is_own.astype(jnp.float32), states, precision=jax.lax.Precision.HIGHEST)
 
@@ -66,10 +67,9 @@ class PooledVectors:
 
     def compile(self, maker: ProgramMaker, bucket: Bucket) -> ReadProgram:
         counts, sums = maker.of_replicas((bucket.num_rows,), jnp.int32), maker.sampling.sums_prompts
-        if sums:
-            compute = maker.compile_recipe(sum_vectors, (maker.hidden(bucket.num_tokens), counts), is_read=True)
-        else:
-            compute = maker.compile_recipe(last_vectors, (maker.hidden(bucket.num_rows), counts), is_read=True)
+        run = partial(sum_vectors if sums else last_vectors, size=maker.hidden_size)
+        hidden = maker.hidden(bucket.num_tokens if sums else bucket.num_rows)
+        compute = maker.compile_recipe(run, (hidden, counts), is_read=True)
         return _Program(compute, sums)
 
     def calls(self, plan: StepPlan, bucket: Bucket) -> Iterable[Ints]:

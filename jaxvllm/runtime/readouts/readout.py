@@ -20,7 +20,7 @@ from jaxvllm.runtime.slot_fields import DeviceState
 class Unsampled:
     """The values that `forward` leaves for `sample_rows`, R rows."""
 
-    hidden: jax.Array  # f[R, E], of each row's last token
+    hidden: jax.Array  # f[R, E], of each row's last token, with all that the LM head reads
     slots: jax.Array  # i32[R]; the trash slot where a row yields nothing
     positions: jax.Array  # i32[R], of the token to sample
 
@@ -54,8 +54,12 @@ class ProgramMaker(Protocol):
     def of_replicas(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Returns an array of which each replica has a part of this shape, which all of its devices have whole."""
 
+    @property
+    def hidden_size(self) -> int:
+        """The size of a hidden state, with which what the LM head reads begins."""
+
     def hidden(self, count: int) -> Any:
-        """Returns the shape of so many hidden states."""
+        """Returns the shape of what the LM head reads of so many tokens."""
 
     def choices(self, count: int) -> Any:
         """Returns the shape of the experts that so many tokens have chosen."""

@@ -21,13 +21,13 @@ from jaxvllm.runtime.step_model import StepModel
 
 
 def pick_tokens(hidden: jax.Array, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden states f[SCORE_BATCH, E] of some of T tokens, and the next tokens, as `pack_wide` says."""
+    """Returns the hidden states f[SCORE_BATCH, ..] of some of T tokens, and the next tokens, as `pack_wide` says."""
     tokens, following = packed
     return hidden[tokens], following
 
 
 def score_widely(head: Params, hidden: jax.Array, token_ids: jax.Array, *, model: StepModel) -> DeviceLogprobs:
-    """Returns the log-probabilities of `token_ids` i32[N], which follow `hidden` f[N, E], and of the best tokens.
+    """Returns the log-probabilities of `token_ids` i32[N], which follow `hidden` f[N, ..], and of the best tokens.
 
     There are as many best tokens as any request may want.
     """

@@ -3,20 +3,13 @@
 The server has them only with --lora-directory.
 """
 
-import logging
-
 from fastapi import APIRouter, Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import PlainTextResponse
 
-from jaxvllm.core.errors import ParameterError
-from jaxvllm.engine.commands import LoadAdapter, UnloadAdapter
 from jaxvllm.server.protocol.fields import Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES
 from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
-
-logger = logging.getLogger(__name__)
 
 
 class LoadAdapterRequest(Strict):
@@ -51,16 +44,7 @@ def router(service: Service) -> APIRouter:
         exists only with `--lora-directory`, and refuses web pages.
         """
         refuse_web_page(request, "change the adapters")
-        adapter = await run_in_threadpool(service.adapters.prepared, body.lora_name, body.lora_path, body.load_inplace)
-        try:
-            await service.llm.ask(LoadAdapter(adapter.lora_name, adapter.lora_int_id, adapter.lora_path))
-        except (ValueError, NotImplementedError) as error:
-            raise ParameterError(str(error), "lora_path") from error
-        before = service.adapters.get(adapter.lora_name)
-        service.adapters.add(adapter)
-        if before is not None:
-            await service.llm.ask(UnloadAdapter(before.lora_int_id))
-        logger.info("the adapter %.60s is loaded", adapter.lora_name)
+        adapter = await service.adapter_loader.load(body.lora_name, body.lora_path, body.load_inplace)
         return f"Success: LoRA adapter '{adapter.lora_name}' added successfully."
 
     @routes.post(
@@ -74,8 +58,7 @@ def router(service: Service) -> APIRouter:
         The endpoint exists only with `--lora-directory`, and refuses web pages.
         """
         refuse_web_page(request, "change the adapters")
-        adapter = service.adapters.remove(body.lora_name)
-        await service.llm.ask(UnloadAdapter(adapter.lora_int_id))
+        adapter = await service.adapter_loader.unload(body.lora_name)
         return f"Success: LoRA adapter '{adapter.lora_name}' removed successfully."
 
     return routes

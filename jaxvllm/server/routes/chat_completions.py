@@ -38,7 +38,7 @@ def router(service: Service) -> APIRouter:
 
 async def create(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
-    model = service.model_name(body.model)
+    model = await service.found_model(body.model)
     body = service.with_options(body)
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)

@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
 
 async def create(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
-    model = service.model_name(body.model)
+    model = await service.found_model(body.model)
     body = service.with_options(body)
     body.check_stream()
     params = params_of(

@@ -39,7 +39,7 @@ def router(service: Service) -> APIRouter:
 
 async def create(service: Service, body: EmbeddingRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
-    model = service.model_name(body.model)
+    model = await service.found_model(body.model)
     pooler = service.llm.facts.pooler
     if pooler is None:
         raise ApiError(400, "this server's engine makes no vectors of texts")

@@ -34,7 +34,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _create(service: Service, body: GenerateRequest, request: Request) -> Response:
-    model = service.model_name(body.model)
+    model = await service.found_model(body.model)
     body.check()
     limit = body.sampling_params.max_tokens
     params = body.params(service.max_tokens(limit))

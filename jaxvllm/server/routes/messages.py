@@ -40,7 +40,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/messages", response_model=MessagesResponse, responses=as_anthropic(STREAMED))
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
-        model = service.model_name(body.model)
+        model = await service.found_model(body.model)
         service.note_left_out(body.hosted_tools)
         params = params_of(
             service.defaults,
@@ -72,7 +72,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/messages/count_tokens", responses=as_anthropic(COMMON | {404: STREAMED[404]}))
     async def count_tokens(body: CountTokensRequest) -> TokenCount:
         """Counts the tokens of a conversation's prompt, which may be longer than the model takes."""
-        service.model_name(body.model)
+        await service.found_model(body.model)
         return await run_in_threadpool(_count, service, body)
 
     return routes

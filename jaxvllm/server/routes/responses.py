@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/responses/input_tokens", responses=COMMON | {404: STREAMED[404]})
     async def count_input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
         """Counts the tokens of the prompt that such a request has, which may be longer than the model takes."""
-        service.model_name(body.model)
+        await service.found_model(body.model)
         count = await run_in_threadpool(_count, service, body, key_digest(request.headers.raw))
         return InputTokens(object="response.input_tokens", input_tokens=count)
 
@@ -57,7 +57,7 @@ def router(service: Service) -> APIRouter:
 
 async def create(service: Service, body: ResponsesRequest, request: Request) -> Response:
     """Answers `body`, the body of `request`."""
-    model = service.model_name(body.model)
+    model = await service.found_model(body.model)
     body.check_stream()
     service.llm.rules.check_logprobs("top_logprobs", body.num_logprobs)
     owner = key_digest(request.headers.raw)

@@ -26,13 +26,13 @@ def router(service: Service) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """Returns the tokens of a text, or of the prompt that the template makes of a conversation."""
-        service.model_name(body.model)
+        await service.found_model(body.model)
         return await run_in_threadpool(_tokenize, service, body)
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """Returns the text of tokens."""
-        service.model_name(body.model)
+        await service.found_model(body.model)
         size = service.reader.vocab_size
         for index, token_id in enumerate(body.tokens):
             if not 0 <= token_id < size:

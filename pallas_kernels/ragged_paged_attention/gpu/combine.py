@@ -11,7 +11,7 @@ from pallas_kernels.mosaic_gpu import (
     Ref,
     interpretation,
 )
-from pallas_kernels.ragged_paged_attention.gpu.decode import Partials
+from pallas_kernels.ragged_paged_attention.gpu.pieces import Partials
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     LOG2E,
     MASKED,
@@ -37,11 +37,12 @@ def combine(
     out: jax.Ref,
     attention: AttentionBuild,
     *,
-    queries: int,
+    query_rows: int,
 ) -> None:
     """Writes the rows' outputs into out f[T, K, G or more, D], zeros where a row has no KV. sinks f32[H] or None.
 
-    The heads after the first G hold arbitrary values afterwards.
+    The heads of a query begin `query_rows` rows after those of the query before in a slot of the partials. The heads
+    after the first G hold arbitrary values afterwards.
     """
     num_heads, group, out_heads = attention.num_kv_heads, attention.group, out.shape[2]
     # Without sinks no code reads their operand: see `slopes_of`.
@@ -78,7 +79,7 @@ def combine(
                 decay = tuple(jnp.exp2(a - b) for a, b in zip(highest, top, strict=True))
                 weight = tuple(jnp.exp2(a - b) for a, b in zip(peak, top, strict=True))
                 total = tuple(t * d + w for t, d, w in zip(total, decay, weight, strict=True))
-                part = plgpu.load(values.at[slot * queries + query], layout=layout)
+                part = plgpu.load(values.at[slot, pl.ds(query * query_rows, out_heads)], layout=layout)
                 return joined * spread(decay) + part * spread(weight), top, total
 
             if sinks is None:

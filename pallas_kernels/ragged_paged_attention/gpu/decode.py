@@ -6,7 +6,7 @@ a pipe leaves the normalised output and the logarithm of the denominator, and `g
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from pallas_kernels.ragged_paged_attention.gpu.fetch import (
     stage_memory,
 )
 from pallas_kernels.ragged_paged_attention.gpu.matrix import MatrixProducts, matrix_memory, unknown_zero, zero_unseen
+from pallas_kernels.ragged_paged_attention.gpu.pieces import Partials, Piece, slots_of, walk_pieces
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
     Softmax,
@@ -42,28 +43,6 @@ from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
 # Two warpgroups compute and one fetches. There are three even where only one computes, because the compiler then gives
 # each thread 168 registers at the start, from which `set_max_registers` can move either way.
 THREADS = 3
-
-
-class Partials(NamedTuple):
-    """The pieces' results, in slot row * K + head + pipe. No two pieces share a slot, because they lie on a line."""
-
-    values: jax.Array  # f32[slots * queries, G or more, D], normalised
-    peaks: jax.Array  # f32[slots, 64], log2 of the denominators; row i * G + g for query i and head g
-
-
-class _Piece(NamedTuple):
-    """A pipe's part of one (row, head): blocks begin .. end - 1 of its KV."""
-
-    row: jax.Array
-    head: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    kv_len: jax.Array
-    queries: jax.Array
-    token: jax.Array  # of the first query
-    window: jax.Array
-    seen: jax.Array  # the first position that any query sees
-    slot: jax.Array
 
 
 type _Walk = Callable[..., tuple[jax.Array, ...]]
@@ -99,8 +78,7 @@ def decode(
     queries. The values have `out_heads` >= G heads, of which the first G count. `attention.warpgroups` of the plan's
     pipes share a CTA.
     """
-    num_heads, pipes = attention.num_kv_heads, attention.warpgroups
-    slots = len(plan.rows) * num_heads + len(plan.pipes)
+    pipes, slots = attention.warpgroups, slots_of(plan, attention.num_kv_heads)
 
     def kernel(
         q: Ref,
@@ -119,31 +97,8 @@ def decode(
     ) -> None:
         cta, thread = lax.axis_index("cta"), lax.axis_index("warpgroup")
 
-        def walk[C](pipe: jax.Array, visit: Callable[[_Piece, C], C], carry: C) -> C:
-            """Visits the pieces of a pipe that any query sees."""
-            share, total = line[0], line[1]
-            number = cta * pipes + pipe
-            stop = jnp.minimum((number + 1) * share, total)
-
-            def step(_: jax.Array, state: tuple[jax.Array, jax.Array, C]) -> tuple[jax.Array, jax.Array, C]:
-                at, row, carry = state
-                before, kv_len, num_queries, token = (rows[row, i] for i in range(4))
-                blocks = lax.div(kv_len + (attention.block - 1), attention.block)
-                local = at - before * num_heads
-                head = lax.div(local, jnp.maximum(blocks, 1))
-                first = local - head * blocks
-                end = jnp.minimum(blocks, first + stop - at)
-                # Read for each piece: a register for all pieces is one that the compiler spills.
-                own_window = window[0]
-                seen = jnp.maximum(kv_len - num_queries - own_window + 1, 0)
-                begin = jnp.maximum(first, lax.div(seen, attention.block))
-                slot = row * num_heads + head + number
-                piece = _Piece(row, head, begin, end, kv_len, num_queries, token, own_window, seen, slot)
-                carry = lax.cond(begin < end, visit, lambda _, carry: carry, piece, carry)
-                next_row = row + (local + end - first >= blocks * num_heads).astype(jnp.int32)
-                return at + end - first, next_row, carry
-
-            return lax.fori_loop(0, starts[number, 1], step, (number * share, starts[number, 0], carry))[2]
+        def walk[C](pipe: jax.Array, visit: Callable[[Piece, C], C], carry: C) -> C:
+            return walk_pieces(attention, DecodePlan(rows, starts, line), window, cta * pipes + pipe, visit, carry)
 
         @pl.when(thread < pipes)
         def _compute() -> None:
@@ -156,7 +111,7 @@ def decode(
 
         fetch_in(thread == THREADS - 1, fetch, warps=pipes, registers=40)
 
-    out = plgpu.kernel(
+    of_queries, peaks = plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((slots * queries, out_heads, attention.head_size), jnp.float32),
@@ -185,7 +140,7 @@ def decode(
         *where,
         attention.slopes_of(slopes, where),
     )
-    return Partials(*out)
+    return Partials(of_queries.reshape(slots, queries * out_heads, attention.head_size), peaks)
 
 
 def _produce(
@@ -204,7 +159,7 @@ def _produce(
     into, here, free = (memory[name].at[pipe] for name in ("q_columns", "q_here", "q_free"))
     into = into.at[0]
 
-    def visit(piece: _Piece, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit(piece: Piece, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         done, parts = carry
         for columns in query_columns(attention):
 
@@ -241,7 +196,7 @@ def _consume(
     staging, staged_peaks = memory["staging"].at[pipe], memory["staged_peaks"].at[pipe]
     group, stages = attention.group, attention.stages
 
-    def visit(piece: _Piece, carry: tuple[jax.Array]) -> tuple[jax.Array]:
+    def visit(piece: Piece, carry: tuple[jax.Array]) -> tuple[jax.Array]:
         (done,) = carry
         tile = matrix.take_queries(memory["q_here"].at[pipe], memory["q_free"].at[pipe], unknown_zero(piece.row))
 

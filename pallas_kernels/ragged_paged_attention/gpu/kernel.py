@@ -6,18 +6,16 @@ matrix units, and computed in tiles of queries (`gpu.prefill`). A batch may hold
 output. Latents have a kernel of their own for all rows (`gpu.latent`).
 """
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.backend import MOSAIC_GPU_CAPABILITY
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.mosaic_gpu import (
+    HOPPER,
     LANES,
     RESERVED,
     SWIZZLED_ROWS,
@@ -28,29 +26,20 @@ from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS,
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
 from pallas_kernels.ragged_paged_attention.gpu.latent import attend_latents, latent_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
-from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Where
+from pallas_kernels.ragged_paged_attention.gpu.tile import ALIGNMENT, AttentionBuild, Where, first_to_fit
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
     LEAST_BLOCKS,
-    DecodePlan,
+    AttendPlan,
     LatentPlan,
-    PrefillPlan,
-    plan_decode,
+    check_plan,
+    plan_attention,
     plan_latent,
-    plan_prefill,
 )
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, LARGEST_GPU_KEY
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
-ALIGNMENT = 1024  # bytes of shared memory at a multiple of which each array begins
 # Rows with up to this many queries count as decoding: one token and the drafts to verify.
 DRAFT_QUERIES = 8
-
-
-class AttendPlan(NamedTuple):
-    """The plan of both kernels. It depends on the rows, and is the same for all layers of a step."""
-
-    decode: DecodePlan
-    prefill: PrefillPlan | None  # None where no row has more than one query
 
 
 def make_plan(
@@ -78,31 +67,17 @@ def make_plan(
         q, kv_pages, chip, by_token=by_token, scale=1.0, soft_cap=None, has_slopes=False, interpret=False
     )
     num_rows, max_pages = rows.page_table.shape
-    kv_lens, query_lens, prefill_plan = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
-    if not rows.decode_only:
-        decodes = rows.query_lens() <= _decode_queries(attention, rows)
-        kv_lens = jnp.where(decodes, rows.kv_lens, 0)
-        query_lens = jnp.where(decodes, rows.query_lens(), 0)
-        prefill_plan = plan_prefill(
-            rows.kv_lens,
-            rows.query_lens() - query_lens,
-            rows.query_starts,
-            len(rows.token_rows),
-            queries=HALVES * attention.tile_queries,
-        )
     narrow = _narrow(attention, chip)
     blocks = num_rows * narrow.num_kv_heads * -(-max_pages * narrow.page_size // narrow.block)
     ctas = min(chip.num_sms, -(-blocks // (LEAST_BLOCKS * narrow.warpgroups)))
-    decode_plan = plan_decode(
-        kv_lens,
-        query_lens,
-        rows.query_starts[:-1],
+    return plan_attention(
+        rows,
+        most=_decode_queries(attention, rows),
+        queries=HALVES * attention.tile_queries,
         block=narrow.block,
         heads=narrow.num_kv_heads,
         pipes=ctas * narrow.warpgroups,
-        least=LEAST_BLOCKS,
     )
-    return AttendPlan(decode_plan, prefill_plan)
 
 
 def attend(
@@ -138,7 +113,7 @@ def attend(
     if plan is None:
         plan = make_plan(rows, q, kv_pages, chip, latent_size, by_token=by_token)
     else:
-        _check_plan(plan, rows, q, kv_pages, chip, latent_size, by_token)
+        check_plan(plan, lambda rows: make_plan(rows, q, kv_pages, chip, latent_size, by_token=by_token), rows)
     num_tokens, num_heads, head_size = q.shape
     where = Where.of(layer, window)
     of_tokens = None if scales is None else scales.reshape(-1, scales.shape[4])
@@ -167,24 +142,8 @@ def attend(
     narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
     sizes = {"queries": queries, "out_heads": out_heads}
     partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, of_tokens, narrow, **sizes)
-    combine(partials, plan.decode, where, sinks, out, narrow, queries=queries)
+    combine(partials, plan.decode, where, sinks, out, narrow, query_rows=out_heads)
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
-
-
-def _check_plan(
-    plan: AttendPlan | LatentPlan,
-    rows: RaggedRows,
-    q: jax.Array,
-    kv_pages: jax.Array,
-    chip: GpuChip,
-    latent_size: int | None,
-    by_token: bool,
-) -> None:
-    """Checks that the plan can belong to these rows."""
-    expected = jax.eval_shape(lambda rows: make_plan(rows, q, kv_pages, chip, latent_size, by_token=by_token), rows)
-    given = jax.tree.map(lambda leaf: leaf.shape, plan)
-    if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
-        raise ValueError(f"the plan is of other rows, heads or pages: it has shapes {given}, these need {wanted}")
 
 
 def _attention(
@@ -219,6 +178,7 @@ def _attention(
         kv_dtype=kv_pages.dtype,
         num_scales=2 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
+        rows=TILE,
         block=TILE,
         stages=2,
         warpgroups=HALVES,
@@ -268,12 +228,13 @@ def _latent(
         kv_dtype=kv_pages.dtype,
         num_scales=1 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
+        rows=TILE,
         block=TILE,
         stages=2,
         warpgroups=HALVES,
         interpret=interpret,
     )
-    return _first_to_fit((replace(attention, stages=stages) for stages in (4, 3, 2)), latent_memory, chip)
+    return _first_to_fit([replace(attention, stages=stages) for stages in (4, 3, 2)], latent_memory, chip)
 
 
 def _decode_queries(attention: AttentionBuild, rows: RaggedRows) -> int:
@@ -287,7 +248,7 @@ def _wide(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     # H200).
     blocks = (64,) if attention.converts else (128, 64)
     sizes = [(block, stages) for block in blocks for stages in (3, 2)]
-    candidates = (replace(attention, block=block, stages=stages) for block, stages in sizes)
+    candidates = [replace(attention, block=block, stages=stages) for block, stages in sizes]
     return _first_to_fit(candidates, prefill_memory, chip)
 
 
@@ -298,31 +259,29 @@ def _narrow(attention: AttentionBuild, chip: GpuChip) -> AttentionBuild:
     """
     block = 128 if attention.head_size == LANES else 64
     sizes = [(pipes, stages) for pipes in (2, 1) for stages in (4, 3, 2)]
-    candidates = (replace(attention, warpgroups=pipes, block=block, stages=stages) for pipes, stages in sizes)
+    candidates = [replace(attention, warpgroups=pipes, block=block, stages=stages) for pipes, stages in sizes]
     return _first_to_fit(candidates, decode_memory, chip)
 
 
 def _first_to_fit(
-    candidates: Iterable[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], chip: GpuChip
+    candidates: Sequence[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], chip: GpuChip
 ) -> AttentionBuild:
     """Returns the first candidate whose shared memory fits the chip."""
-    # What is reserved counts the alignment of one small array, which is counted here.
+    # What is reserved counts the alignment of one small array, which `first_to_fit` counts.
     room = chip.shared_memory_per_block - RESERVED + ALIGNMENT // 2
-    for attention in candidates:
-        references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]
-        sizes = (math.prod(spec.shape) * spec.dtype.itemsize for spec in references)
-        if sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) <= room:
-            return attention
-    raise NotImplementedError(
-        f"heads of size {attention.head_size} do not fit the shared memory of {chip.name}: use the backend reference"
-    )
+    if (attention := first_to_fit(candidates, memory, room)) is None:
+        size = candidates[0].head_size
+        raise NotImplementedError(
+            f"heads of size {size} do not fit the shared memory of {chip.name}: use the backend reference"
+        )
+    return attention
 
 
 def _problem(q: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip, largest: int) -> str | None:
     """Returns why no kernel takes these queries, whose heads may have sizes up to `largest`."""
     head_size = q.shape[-1]
-    if chip.compute_capability < MOSAIC_GPU_CAPABILITY:
-        return f"{chip.name} has compute capability {chip.compute_capability}, below {MOSAIC_GPU_CAPABILITY}"
+    if not chip.has_copy_engine:
+        return f"{chip.name} has compute capability {chip.compute_capability}, below {HOPPER}"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
     if head_size % LANES or head_size > largest:

@@ -23,7 +23,6 @@ from pallas_kernels.mosaic_gpu import (
 from pallas_kernels.ragged_paged_attention.gpu.fetch import query_columns
 from pallas_kernels.ragged_paged_attention.gpu.tile import (
     AttentionBuild,
-    iota,
     scaled_rows,
 )
 
@@ -182,7 +181,7 @@ def zero_unseen(values: Ref, first: jax.Array, begin: jax.Array, end: jax.Array)
 
     Their weights are zero, but they may be NaN: in the rest of a row's last page, and in pages outside a window.
     """
-    at = first + iota(values.shape, 0)
+    at = first + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
     kept = plgpu.load(values, layout=plgpu.Layout.WGMMA)
     values[...] = jnp.where((at >= begin) & (at < end), kept, jnp.zeros_like(kept))
     plgpu.commit_smem()

@@ -1,29 +1,28 @@
 """The computation for one tile of queries and one block of KV: sizes, logits, masks, and the online softmax.
 
-A tile is the 64 rows of one matrix instruction of a warpgroup: query i of the tile and query head g of the KV head's
-group are row i * G + g.
+A tile is the 64 rows of one matrix instruction of a warpgroup, or fewer where each of its warps has some of the
+columns: query i of the tile and query head g of the KV head's group are row i * G + g.
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import LANES, TILE, MatrixUnit, Ref
+from pallas_kernels.mosaic_gpu import LANES, TILE, WARP_ROWS, MatrixUnit, Ref
 from pallas_kernels.ragged_paged_attention.quantize import largest_code
 
+ALIGNMENT = 1024  # bytes of shared memory at a multiple of which each array begins
 LOG2E = math.log2(math.e)
 # It is finite, because a row that sees nothing must yield finite values, which get no weight afterwards.
 MASKED = -1e30
 
-# The layout of a number for each column of a tile of products.
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-
-type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[64, D], largest logit and denominator f32[64]
+type Softmax = tuple[jax.Array, jax.Array, jax.Array]  # values f32[M, D], largest logit and denominator f32[M]
 
 
 class Where(NamedTuple):
@@ -39,7 +38,10 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBuild:
-    """The operation, with everything that is known when compiling. A block, B, is the KV of one step of the softmax."""
+    """The operation, with everything that is known when compiling. A block, B, is the KV of one step of the softmax.
+
+    A tile has M rows.
+    """
 
     scale: float
     soft_cap: float | None
@@ -55,19 +57,35 @@ class AttentionBuild:
     kv_dtype: jnp.dtype
     num_scales: int  # of a token's own, for one KV head: of its key, and of its value if that is no part of the key
     matrix_unit: MatrixUnit
+    rows: int  # of a tile, M
     block: int  # tokens
     stages: int  # blocks in shared memory that one warp fetches into
     warpgroups: int  # that compute
     interpret: bool
 
     def __post_init__(self) -> None:
-        assert self.block % TILE == 0 and self.block % self.copy_tokens == 0, self
-        assert self.head_size % LANES == 0 and self.group <= TILE and self.stages >= 2, self
+        assert self.block % self.copy_tokens == 0 and self.block % (8 * TILE // self.rows) == 0, self
+        assert self.head_size % LANES == 0 and self.group <= self.rows, self
 
     @property
     def tile_queries(self) -> int:
         """The number of queries in a tile."""
-        return TILE // self.group
+        return self.rows // self.group
+
+    @property
+    def layout(self) -> Any:
+        """The layout of a tile of products in the registers of a warpgroup, which has 16 rows in each of its warps.
+
+        In a tile of 16 rows each warp has every fourth group of eight columns, and in one of 32 rows every second.
+        """
+        if self.rows == TILE:
+            return plgpu.Layout.WGMMA
+        return plgpu.Layout.MMA_ACC(self.dtype, m_warps=self.rows // WARP_ROWS)
+
+    @property
+    def columns(self) -> Any:
+        """The layout of a number for each column of a tile of products."""
+        return self.layout.reduce(0)
 
     @property
     def q_columns(self) -> int:
@@ -90,13 +108,13 @@ class AttentionBuild:
         return self.kv_dtype != self.dtype
 
     def scale_columns(self, x: jax.Array, scales: Ref | None) -> jax.Array:
-        """Multiplies the columns of x f[64, B], which are tokens, by their scales f32[B], if they have some."""
-        return x if scales is None else self._times(x, plgpu.load(scales, layout=COLUMNS, optimized=False))
+        """Multiplies the columns of x f[M, B], which are tokens, by their scales f32[B], if they have some."""
+        return x if scales is None else self._times(x, plgpu.load(scales, layout=self.columns, optimized=False))
 
     def scale_seen(
         self, weights: jax.Array, scales: Ref | None, first: jax.Array, begin: jax.Array, end: jax.Array
     ) -> jax.Array:
-        """Multiplies the weights f32[64, B] of the block from position `first` on by the largest numbers of its values,
+        """Multiplies the weights f32[M, B] of the block from position `first` on by the largest numbers of its values,
         which are their scales times the largest code. `inverse` divides by that code.
 
         A scale is 127 times as small in int8, and float16 would have no product of it with a weight of 1e-5.
@@ -104,13 +122,13 @@ class AttentionBuild:
         """
         if scales is None:
             return weights
-        at = first + plgpu.broadcasted_iota(jnp.int32, (self.block,), 0, layout=COLUMNS)
-        loaded = plgpu.load(scales, layout=COLUMNS, optimized=False)
+        at = first + plgpu.broadcasted_iota(jnp.int32, (self.block,), 0, layout=self.columns)
+        loaded = plgpu.load(scales, layout=self.columns, optimized=False)
         largest = loaded * largest_code(self.kv_dtype)
         return self._times(weights, jnp.where((at >= begin) & (at < end), largest, jnp.zeros_like(largest)))
 
     def inverse(self, total: jax.Array) -> jax.Array:
-        """Returns the factors f32[64] by which sums over values become averages, from the denominators f32[64]."""
+        """Returns the factors f32[M] by which sums over values become averages, from the denominators f32[M]."""
         return (1.0 / largest_code(self.kv_dtype) if self.num_scales else 1.0) / total
 
     @staticmethod
@@ -119,15 +137,15 @@ class AttentionBuild:
 
     def start(self) -> Softmax:
         """Returns the online softmax before the first block."""
-        rows = plgpu.Layout.WGMMA.reduce(1)
+        of_rows = self.layout.reduce(1)
         return (
-            plgpu.layout_cast(jnp.zeros((TILE, self.value_size), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((TILE,), MASKED, jnp.float32), rows),
-            plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros((self.rows, self.value_size), jnp.float32), self.layout),
+            plgpu.layout_cast(jnp.full((self.rows,), MASKED, jnp.float32), of_rows),
+            plgpu.layout_cast(jnp.zeros((self.rows,), jnp.float32), of_rows),
         )
 
     def logits(self, products: jax.Array) -> jax.Array:
-        """Returns logits f32[64, B] from q . k: scaled, bent by the soft cap, and in units of log 2."""
+        """Returns logits f32[M, B] from q . k: scaled, bent by the soft cap, and in units of log 2."""
         if self.soft_cap is None:
             return products * (self.scale * LOG2E)
         # tanh(x) = 1 - 2 / (1 + e^2x): the hardware's own tanh is off by 2^-11, at a cap of 50 one percent of a weight.
@@ -135,12 +153,12 @@ class AttentionBuild:
         return bent * (self.soft_cap * LOG2E)
 
     def rows_of(self, of_heads: jax.Array) -> jax.Array:
-        """Returns for each row of a tile, f32[K, 64], log2(e) times the number of its head in `of_heads` f32[H]."""
+        """Returns for each row of a tile, f32[K, M], log2(e) times the number of its head in `of_heads` f32[H]."""
         rows = jnp.tile(of_heads.reshape(self.num_kv_heads, self.group) * LOG2E, (1, self.tile_queries))
-        return jnp.pad(rows, ((0, 0), (0, TILE - self.tile_queries * self.group)))
+        return jnp.pad(rows, ((0, 0), (0, self.rows - self.tile_queries * self.group)))
 
     def slopes_of(self, slopes: jax.Array | None, where: Where) -> jax.Array:
-        """Returns the slopes f32[K, 64] of the rows of a tile, of those f32[H] of query heads.
+        """Returns the slopes f32[K, M] of the rows of a tile, of those f32[H] of query heads.
 
         Without slopes no code reads them, and another operand stands in their place: zeros would be written in each
         layer, by a kernel of their own (0.8 us of an H100, where a layer that decodes had 23 kernels).
@@ -150,31 +168,35 @@ class AttentionBuild:
     def lean(
         self, logits: jax.Array, slope_rows: Ref, head: jax.Array, first: jax.Array, position: jax.Array
     ) -> jax.Array:
-        """Subtracts from the logits of a block the distances of its tokens, times the slopes f32[K, 64] of their rows.
+        """Subtracts from the logits of a block the distances of its tokens, times the slopes f32[K, M] of their rows.
 
         The block begins at position `first`, and the tile's first query is at `position`.
         """
         if not self.has_slopes:
             return logits
-        slopes = plgpu.load(slope_rows.at[head], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        query = position + lax.div(iota(logits.shape, 0), jnp.int32(self.group))
-        ahead = (first + iota(logits.shape, 1) - query).astype(jnp.float32)
+        slopes = plgpu.load(slope_rows.at[head], layout=self.layout.reduce(1), optimized=False)
+        query = position + lax.div(self.iota(logits.shape, 0), jnp.int32(self.group))
+        ahead = (first + self.iota(logits.shape, 1) - query).astype(jnp.float32)
         return logits + lax.broadcast_in_dim(slopes, logits.shape, [0]) * ahead
 
     def mask(self, logits: jax.Array, first: jax.Array, position: jax.Array, window: jax.Array) -> jax.Array:
         """Masks the logits of a block from position `first` on, for the tile whose first query is at `position`."""
 
         def apply(x: jax.Array) -> jax.Array:
-            at = first + iota(x.shape, 1)
-            query = position + lax.div(iota(x.shape, 0), jnp.int32(self.group))
+            at = first + self.iota(x.shape, 1)
+            query = position + lax.div(self.iota(x.shape, 0), jnp.int32(self.group))
             return jnp.where((at <= query) & (at > query - window), x, MASKED)
 
         last = position + self.tile_queries - 1
         unseen = (first + self.block - 1 > position) | (first <= last - window)
         return lax.cond(unseen, apply, lambda x: x, logits)
 
+    def iota(self, shape: tuple[int, ...], dimension: int) -> jax.Array:
+        """Returns numbers along `dimension`, laid out in registers like a tile of products."""
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=self.layout)
+
     def fold(self, logits: jax.Array, softmax: Softmax) -> tuple[jax.Array, Softmax]:
-        """Returns the block's weights f32[64, B], and the online softmax to which its weighted values are added."""
+        """Returns the block's weights f32[M, B], and the online softmax to which its weighted values are added."""
         values, peak, total = softmax
         weights, decay, peak, total = self.weigh(logits, peak, total)
         return weights, (scaled_rows(values, decay), peak, total)
@@ -182,7 +204,7 @@ class AttentionBuild:
     def weigh(
         self, logits: jax.Array, peak: jax.Array, total: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns the block's weights f32[64, B], the factor f32[64] of what was summed before, and the largest logits
+        """Returns the block's weights f32[M, B], the factor f32[M] of what was summed before, and the largest logits
         and denominators with the block in them."""
         highest = jnp.maximum(peak, logits.max(axis=1))
         decay = jnp.exp2(peak - highest)
@@ -190,11 +212,18 @@ class AttentionBuild:
         return weights, decay, highest, total * decay + weights.sum(axis=1)
 
 
+def first_to_fit(
+    candidates: Iterable[AttentionBuild], memory: Callable[[AttentionBuild], dict[str, Any]], room: int
+) -> AttentionBuild | None:
+    """Returns the first candidate whose arrays in shared memory, barriers aside, take `room` bytes at most."""
+    for attention in candidates:
+        references = [spec for spec in memory(attention).values() if not isinstance(spec, plgpu.Barrier)]
+        sizes = (math.prod(spec.shape) * spec.dtype.itemsize for spec in references)
+        if sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes) <= room:
+            return attention
+    return None
+
+
 def scaled_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Multiplies each row of x f[64, columns] by its factor f[64]."""
+    """Multiplies each row of x f[M, columns] by its factor f[M]."""
     return x * lax.broadcast_in_dim(factors, x.shape, [0])
-
-
-def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
-    """Returns numbers along `dimension`, laid out in registers like a tile of products."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)

@@ -3,6 +3,7 @@
 This is plain XLA on a few hundred integers that do not depend on the layer, so they are computed once for all layers.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -104,6 +105,28 @@ def plan_prefill(
     return PrefillPlan(jnp.stack(columns, axis=1), num_tiles[None])
 
 
+class AttendPlan(NamedTuple):
+    """The plan for the rows that decode and for those that prefill. It is the same for all layers of a step."""
+
+    decode: DecodePlan
+    prefill: PrefillPlan | None  # None where no row has more than one query
+
+
+def plan_attention(
+    rows: RaggedRows, *, most: int, queries: int, block: int, heads: int, pipes: int, least: int = LEAST_BLOCKS
+) -> AttendPlan:
+    """Plans rows with up to `most` queries as `plan_decode`, and the others in tiles of `queries` as `plan_prefill`."""
+    kv_lens, query_lens, prefill = rows.kv_lens, jnp.ones_like(rows.kv_lens), None
+    if not rows.decode_only:
+        decodes = rows.query_lens() <= most
+        kv_lens = jnp.where(decodes, rows.kv_lens, 0)
+        query_lens = jnp.where(decodes, rows.query_lens(), 0)
+        wide = rows.query_lens() - query_lens
+        prefill = plan_prefill(rows.kv_lens, wide, rows.query_starts, len(rows.token_rows), queries=queries)
+    sizes = {"block": block, "heads": heads, "pipes": pipes, "least": least}
+    return AttendPlan(plan_decode(kv_lens, query_lens, rows.query_starts[:-1], **sizes), prefill)
+
+
 class LatentPlan(NamedTuple):
     """The plan of split KV for all rows, whatever they compute: what is shared out are tiles of neighbouring queries.
 
@@ -159,3 +182,13 @@ def plan_latent(
         (first + blocks - 1) // share,
     )
     return LatentPlan(shares, table_rows, jnp.stack(joins, axis=1))
+
+
+def check_plan(
+    plan: AttendPlan | LatentPlan, make: Callable[[RaggedRows], AttendPlan | LatentPlan], rows: RaggedRows
+) -> None:
+    """Raises ValueError where the plan cannot be what `make` returns for these rows."""
+    expected = jax.eval_shape(make, rows)
+    given = jax.tree.map(lambda leaf: leaf.shape, plan)
+    if given != (wanted := jax.tree.map(lambda leaf: leaf.shape, expected)):
+        raise ValueError(f"the plan is of other rows, heads or pages: it has shapes {given}, these need {wanted}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxvllm
-from jaxvllm import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from jaxvllm import LLM, BeamSearchParams, LoRARequest, RequestOutput, SamplingParams
 from tests.engine.tiny import greedy_tokens
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
@@ -27,7 +27,9 @@ REQUESTS = (
 )
 
 DEMO = Path(jaxvllm.__file__).parent / "assets" / "demo"
-MESHES = {"complete in stages": "2x1x2", "share experts": "2x2"}
+MESHES = {"complete in stages": "2x1x2", "share experts": "2x2", "adapt": "2x1x2"}
+ADAPTED = "llama"  # the fixture that has an adapter
+ADAPTER_ROOM: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_decode_burst": 1}
 EXPERTS = "qwen2_moe"  # the fixture whose experts are shared
 SHARED_EXPERTS: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -125,11 +127,28 @@ def replace_weights(llm: LLM, directory: Path) -> list[Any]:
             llm.update_weights(source)
         except (ValueError, NotImplementedError) as error:
             troubles.append(str(error))
+    llm.sleep(level=1)
+    assert llm.wake_up()
     said.append(say())
     for source in (directory, DEMO):
+        llm.sleep(level=2)
+        assert not llm.wake_up()
         llm.update_weights(source)
+        assert llm.wake_up()
         said.append(say())
     return [said, troubles]
+
+
+def adapted(llm: LLM, adapter: str) -> list[list[int]]:
+    """The tokens of a fixture without an adapter, with one, and without again, and of both in one step."""
+    prompts, one = Fixture.load(ADAPTED).prompts[:2], LoRARequest("one", 1, adapter)
+    rows = [[None, None], [one, one], [None, None], [None, one]]
+    params = replace(GREEDY, max_tokens=6)
+    return [
+        output.outputs[0].token_ids
+        for adapters in rows
+        for output in llm.generate([*map(list, prompts)], params, use_tqdm=False, lora_request=adapters)
+    ]
 
 
 def main(scenario: str, index: int, coordinator: str, model: str = "demo", turned: str = "") -> None:
@@ -137,6 +156,8 @@ def main(scenario: str, index: int, coordinator: str, model: str = "demo", turne
     mine = options(mesh, model=model, coordinator=coordinator, num_processes=2, process_id=index)
     if scenario == "share experts":
         mine |= SHARED_EXPERTS
+    if scenario == "adapt":
+        mine |= ADAPTER_ROOM
     if scenario == "differ":
         mine["page_size"] = (16, 32)[index]
     if scenario == "lead twice":
@@ -150,6 +171,8 @@ def main(scenario: str, index: int, coordinator: str, model: str = "demo", turne
         print(json.dumps([first, broken_off, *replace_weights(llm, Path(turned))]), flush=True)
     if scenario == "share experts":
         print(json.dumps(complete_with_experts(llm)))
+    if scenario == "adapt":
+        print(json.dumps(adapted(llm, turned)))
     while scenario.startswith("complete"):  # until one of the two is killed
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         print("alive", flush=True)

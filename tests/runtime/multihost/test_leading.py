@@ -30,6 +30,8 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    EmptyAdapters,
+    FillAdapter,
     FillSideRows,
     ForkSlots,
     Forward,
@@ -77,6 +79,9 @@ CALLS: tuple[Call, ...] = (
     TakeLoads(),
     PlaceExperts(np.array([2, 0, -1, 1], np.int32), layer=60),
     ReadWeights.of(Path("/weights/é of a step")),
+    Step(Bucket(16, 4, is_adapted=True), np.arange(12, dtype=np.int32)),
+    FillAdapter(np.arange(-4, 4, dtype=np.int32), slot=300),
+    EmptyAdapters(),
     Reset(),
     Close(),
 )
@@ -94,6 +99,7 @@ WITH_WORDS = (
     | FillSideRows
     | PlaceExperts
     | ReadWeights
+    | FillAdapter
 )
 
 
@@ -106,6 +112,8 @@ def same(one: Message | None, other: Message | None) -> bool:
     if isinstance(one, SampleSome) and isinstance(other, SampleSome) and one.is_last != other.is_last:
         return False
     if isinstance(one, PlaceExperts) and isinstance(other, PlaceExperts) and one.layer != other.layer:
+        return False
+    if isinstance(one, FillAdapter) and isinstance(other, FillAdapter) and one.slot != other.slot:
         return False
     if isinstance(one, WITH_WORDS) and isinstance(other, WITH_WORDS):
         return one.packed.dtype == other.packed.dtype and np.array_equal(one.packed, other.packed)
@@ -150,7 +158,7 @@ def test_half_a_call_is_none() -> None:
 
 def test_what_is_no_message_is_an_error() -> None:
     with pytest.raises(ValueError, match="a message of kind 77"):
-        read_message(io.BytesIO(struct.pack("<12I", 77, *[0] * 11)))
+        read_message(io.BytesIO(struct.pack("<13I", 77, *[0] * 12)))
 
 
 def test_a_stranger_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +362,7 @@ def test_a_step_that_fails_ends_its_process(group: Group) -> None:
 
 
 def test_a_message_that_nobody_knows_ends_the_follower(group: Group) -> None:
-    next(iter(group.leader._wires.values())).sendall(struct.pack("<12I", 77, *[0] * 11))
+    next(iter(group.leader._wires.values())).sendall(struct.pack("<13I", 77, *[0] * 12))
     group.wait_for_ends(2)
     assert any(" cannot follow process 0: a message of kind 77" in reason for reason in group.ended)
 

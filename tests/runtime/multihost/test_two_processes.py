@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxvllm import LLM
+from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
 from tests.quick import quick_engines
 from tests.runtime.multihost import hosts_program
@@ -125,6 +126,24 @@ def test_replicas_in_two_processes_share_experts_that_move(tmp_path: Path) -> No
     for name in ("scores", "beams", "vectors"):
         one, other = found[name]
         assert one == other, name
+
+
+@pytest.mark.slow  # two processes start jax and compile
+def test_an_adapter_comes_to_the_devices_of_both_processes(tmp_path: Path) -> None:
+    fixture = Fixture.load(hosts_program.ADAPTED)
+    model = fixture.write_checkpoint(tmp_path / "model")
+    adapter = RandomAdapter(fixture, seed=1).write(tmp_path / "adapter")
+    with two_processes("adapt", str(model), str(adapter)) as both:
+        with (
+            quick_engines(),
+            LLM(**hosts_program.options("1x1", model=str(model)), **hosts_program.ADAPTER_ROOM) as llm,
+        ):
+            expected = hosts_program.adapted(llm, str(adapter))
+        leads, follows = both.wait()
+    assert leads[0] == 0, leads[2]
+    assert follows[0] == 0, follows[2]
+    assert json.loads(leads[1].splitlines()[-1]) == expected
+    assert expected[0] != expected[2]
 
 
 @pytest.mark.parametrize(

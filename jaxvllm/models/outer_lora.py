@@ -1,0 +1,140 @@
+"""`OuterLora`: what adapters of low rank of the embedding and of the LM head are on the devices, and how they are used.
+
+The embedding is a matrix [E, V] here, whose products with tokens are looked up. The two are adapted apart from each
+other, also where the model has one table for both: so PEFT computes with adapters that are not merged.
+
+The LM head multiplies hidden states in several programs, some of which do not know whose they are. So each hidden state
+that it may read goes there with what A of its adapter makes of it, in the columns of its slot, and zeros in the others:
+f[T, E + N W]. Where all of these are zeros, nothing is multiplied by B.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.lora import DOWN, RATIO, UP, LayerLora
+from jaxvllm.models.ops import project, project_grouped, rows_of
+from jaxvllm.models.token_adapters import TokenAdapters
+from sharding.axis import ModelAxis
+
+# What adapters may change outside the layers.
+EMBED, HEAD = "embed", "lm_head"
+
+
+@dataclass(frozen=True)
+class OuterLora:
+    """The room of the embedding and of the LM head for adapters: that of a layer with these two matrices.
+
+    One by one, there is a matrix [.., W] of B for each slot, for which CPUs have a kernel. Where XLA multiplies, slots
+    are masked, however many there are, because most steps have no adapter of these two.
+    """
+
+    room: LayerLora
+
+    def declare_one(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
+        """Returns the arrays of one adapter: A [W, V], [W, E] and B [E, W], [V, W]."""
+        return _without_ratios(self.room.declare_one(_matrices(vocab_size, hidden_size)))
+
+    def declare(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
+        """Returns the arrays of all slots."""
+        return {name: self._in_slots(name, one) for name, one in self.declare_one(vocab_size, hidden_size).items()}
+
+    def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
+        shape, axis = list(one.shape), self.slot_axis(name)
+        if self.room.one_by_one:
+            return replace(one, shape=(self.room.num_slots, *shape), axes=(None, *one.axes), storage="experts")
+        shape[axis] *= self.room.num_slots
+        return replace(one, shape=tuple(shape), storage="matrix")
+
+    def slot_axis(self, name: str) -> int:
+        """Returns the axis of slots in the arrays of that name."""
+        return self.room.slot_axis(name, is_stacked=False)
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns beside a hidden state, N W."""
+        return self.room.num_slots * self.room.width(1)
+
+    def embedded(
+        self, weights: Mapping[str, Any], ids: jax.Array, x: jax.Array, tokens: TokenAdapters, axis: ModelAxis
+    ) -> jax.Array:
+        """Returns x [T, E], what was looked up for `ids` i32[T], with what the adapters of `tokens` add to it."""
+        down = rows_of(weights[DOWN + EMBED])
+        share = down.shape[-1]
+        ids = ids - axis.first(share)
+        is_here = (ids >= 0) & (ids < share)
+        ids = jnp.clip(ids, 0, share - 1)
+        if self.room.one_by_one:
+            of_own = down[jnp.maximum(tokens.slots - 1, 0), :, ids]
+            of_slots = jnp.broadcast_to(of_own[:, None], (len(ids), self.room.num_slots, of_own.shape[1]))
+        else:
+            of_slots = down[:, ids].T.reshape(len(ids), self.room.num_slots, -1)
+        columns = axis.sum(jnp.where(is_here[:, None], _of_own(of_slots, tokens), 0))
+        return self._raised(weights[UP + EMBED], columns, x)
+
+    def with_columns(self, weights: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters | None) -> jax.Array:
+        """Returns hidden states [T, E] with the columns that `added` reads, which are zeros without `tokens`."""
+        if tokens is None:
+            return jnp.pad(hidden, ((0, 0), (0, self.num_columns)))
+        down, count = weights[DOWN + HEAD], self.room.num_slots
+        if self.room.one_by_one:
+
+            def with_slot(number: jax.Array, of_slots: jax.Array) -> jax.Array:
+                slot = tokens.in_use[number]
+                h = project_grouped(hidden, down, _all_of(slot - 1, count, len(hidden)))
+                return jax.lax.dynamic_update_index_in_dim(of_slots, h, slot - 1, 1)
+
+            zeros = jnp.zeros((len(hidden), count, self.room.width(1)), hidden.dtype)
+            of_slots = jax.lax.fori_loop(0, tokens.num_in_use, with_slot, zeros)
+        else:
+            of_slots = project(hidden, down).reshape(len(hidden), count, -1)
+        return jnp.concatenate([hidden, _of_own(of_slots, tokens)], axis=1)
+
+    def added(self, weights: Mapping[str, Any], columns: jax.Array, logits: jax.Array) -> jax.Array:
+        """Returns f32[R, V], this device's share of the logits, with what adapters add, for their columns [R, N W]."""
+        return self._raised(weights[UP + HEAD], columns, logits)
+
+    def _raised(self, up: Any, columns: jax.Array, y: jax.Array) -> jax.Array:
+        """Returns y [T, ..] with the products of B and of the columns of each slot that some token has."""
+        if not self.room.one_by_one:
+            return jax.lax.cond(
+                jnp.any(columns != 0), lambda y: y + project(columns, up, dtype=y.dtype), lambda y: y, y
+            )
+        count = self.room.num_slots
+        of_slots = columns.reshape(len(columns), count, -1)
+
+        def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
+            own = jax.lax.dynamic_index_in_dim(of_slots, number, 1, keepdims=False)
+            starts = _all_of(number, count, len(own))
+            return jax.lax.cond(
+                jnp.any(own != 0), lambda y: y + project_grouped(own, up, starts).astype(y.dtype), lambda y: y, y
+            )
+
+        return jax.lax.fori_loop(0, count, with_slot, y)
+
+
+def _matrices(vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
+    return {
+        EMBED: ParamDecl((hidden_size, vocab_size), ("embed", "vocab")),
+        HEAD: ParamDecl((vocab_size, hidden_size), ("vocab", "embed")),
+    }
+
+
+def _without_ratios(decls: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
+    return {name: decl for name, decl in decls.items() if not name.startswith(RATIO)}
+
+
+def _of_own(of_slots: jax.Array, tokens: TokenAdapters) -> jax.Array:
+    """Returns [T, N W] of [T, N, W] with zeros in place of what is not of a token's own slot."""
+    is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
+    own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), of_slots.dtype))
+    return own.reshape(len(own), -1)
+
+
+def _all_of(number: jax.Array, count: int, num_tokens: int) -> jax.Array:
+    """Returns the starts of `count` groups of tokens, of which group `number` has all."""
+    return jnp.where(jnp.arange(count + 1) > number, num_tokens, 0).astype(jnp.int32)

@@ -1,0 +1,72 @@
+"""`AdapterLoader`: loads and unloads the adapters of a server, and finds those that requests name first."""
+
+import asyncio
+import logging
+from weakref import WeakValueDictionary
+
+from fastapi.concurrency import run_in_threadpool
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.lora import LoRARequest
+from jaxvllm.engine.commands import LoadAdapter, UnloadAdapter
+from jaxvllm.server.adapter_names import AdapterNames
+from jaxvllm.worker.engine_client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """Changes the adapters of all engines, and then their names. The changes of one name wait for each other."""
+
+    def __init__(self, names: AdapterNames, llm: EngineClient, *, finds: bool):
+        """Takes the names. If it `finds` adapters, it looks in their directory for those that nobody has loaded."""
+        self._names = names
+        self._llm = llm
+        self._finds = finds
+        self._changes: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the adapter's name
+
+    async def load(self, name: str, path: str, replaces: bool) -> LoRARequest:
+        """Lets requests name an adapter once all engines have read it. With `replaces` its name may be in use.
+
+        Raises ApiError and ParameterError for one that may not be loaded, or cannot. Then nothing has changed.
+        """
+        async with self._change(name):
+            return await self._load(name, path, replaces)
+
+    async def unload(self, name: str) -> LoRARequest:
+        """Takes the name of an adapter away. Raises ApiError where nobody has it."""
+        async with self._change(name):
+            adapter = self._names.remove(name)
+            await self._llm.ask(UnloadAdapter(adapter.lora_int_id))
+            return adapter
+
+    async def find(self, name: str) -> None:
+        """Loads the adapter whose directory has that name, unless the name is known or there is no such directory.
+
+        However many requests name it at once, it is read once. Raises ParameterError for one that cannot be read.
+        """
+        if not self._finds or self._names.is_known(name):
+            return
+        async with self._change(name):
+            if not self._names.is_known(name) and await run_in_threadpool(self._names.has_directory, name):
+                try:
+                    await self._load(name, name, replaces=False)
+                except ParameterError as error:
+                    raise ParameterError(str(error), "model") from error
+
+    async def _load(self, name: str, path: str, replaces: bool) -> LoRARequest:
+        adapter = await run_in_threadpool(self._names.prepared, name, path, replaces)
+        try:
+            await self._llm.ask(LoadAdapter(adapter.lora_name, adapter.lora_int_id, adapter.lora_path))
+        except (ValueError, NotImplementedError) as error:
+            await self._llm.ask(UnloadAdapter(adapter.lora_int_id))  # another engine may have read it
+            raise ParameterError(str(error), "lora_path") from error
+        before = self._names.get(name)
+        self._names.add(adapter)
+        if before is not None:
+            await self._llm.ask(UnloadAdapter(before.lora_int_id))
+        logger.info("the adapter %.60s is loaded", name)
+        return adapter
+
+    def _change(self, name: str) -> asyncio.Lock:
+        return self._changes.setdefault(name, asyncio.Lock())

@@ -1,0 +1,77 @@
+"""The API of products of low rank on CPUs: checks arguments and calls the kernel."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.handlers import Handler
+from pallas_kernels.grouped_matmul.order import RowOrder
+from pallas_kernels.small_matmul.api import DTYPES, Gate, arguments, check_alike
+
+
+def add_low_rank(
+    y: jax.Array,
+    x: jax.Array,
+    downs: Sequence[jax.Array],
+    ups: Sequence[jax.Array],
+    index: jax.Array | int,
+    order: RowOrder,
+    *,
+    gate: Gate | None = None,
+    chip: CpuChip,
+) -> jax.Array:
+    """Returns y [T, ..] with (x down[g]^T) up[g] added to each row that is in a group g, for pair number `index`.
+
+    x: [T, in]
+    downs: [G, W, in] each, of x's dtype, and W is a multiple of 4
+    ups: [G, W, ..] each, of x's dtype
+    order: of the T rows, in G groups
+    gate: y is f32[T, 2, F], of the halves a and b, and the result is gate(a) * b of all rows then, [T, F] of x's dtype
+
+    Sums are in float32, what is between the two products too, and a row is rounded once, to y's dtype. Each row has the
+    same bits whatever other rows there are, and whatever its group is. Only the matrices of groups with rows are read,
+    and without a gate y is changed where it is, if nothing else reads it.
+
+    Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
+    """
+    # Imported here: only where it runs must llvmlite be installed.
+    from pallas_kernels.low_rank.kernel import gated_low_rank, low_rank
+
+    _check(y, x, downs, ups, order)
+    of_rows = (order.rows.astype(jnp.int32), order.starts.astype(jnp.int32), jnp.asarray(index, jnp.int32))
+    operands = (x, *of_rows, *arguments(downs, ups))
+    if gate is None:
+        flat = y.reshape(len(y), -1)
+        handler = Handler(low_rank, (x.dtype.name, y.dtype.name), chip)
+        result: jax.Array = handler(jax.ShapeDtypeStruct(flat.shape, y.dtype), flat, *operands, in_place=True)
+        return result.reshape(y.shape)
+    if y.ndim != 3 or y.shape[1] != 2 or y.dtype != jnp.float32 or gate not in get_args(Gate):
+        rule = f"with a gate, one of {', '.join(get_args(Gate))}, y must be f32[T, 2, F]"
+        raise ValueError(f"{rule}: got {gate!r} and {y.dtype}{list(y.shape)}")
+    handler = Handler(gated_low_rank, (x.dtype.name, gate), chip)
+    gated: jax.Array = handler(jax.ShapeDtypeStruct((len(y), y.shape[2]), x.dtype), y, *operands)
+    return gated
+
+
+def _check(y: jax.Array, x: jax.Array, downs: Sequence[jax.Array], ups: Sequence[jax.Array], order: RowOrder) -> None:
+    from pallas_kernels.low_rank.kernel import RANKS
+
+    check_alike(downs, None, "matrices")
+    check_alike(ups, None, "matrices")
+    down, up = downs[0], ups[0]
+    agree = x.ndim == 2 and down.ndim == 3 and len(x) == len(y) and x.shape[1] == down.shape[2]
+    agree &= up.shape[:2] == down.shape[:2] and prod(up.shape[2:]) == prod(y.shape[1:]) and y.size > 0
+    if not agree or down.shape[1] % RANKS or len(downs) != len(ups):
+        raise ValueError(
+            f"y [T, ..], x [T, in], down [G, W, in] and up [G, W, ..] must agree, and W be a multiple of {RANKS}, "
+            f"got {y.shape}, {x.shape}, {down.shape} and {up.shape}"
+        )
+    if (len(order.rows), len(order.starts)) != (len(x), len(down) + 1):
+        raise ValueError(f"the order must be of {len(x)} rows in {len(down)} groups")
+    if {x.dtype.name, y.dtype.name} - set(DTYPES) or not x.dtype == down.dtype == up.dtype:
+        rule = f"x, down and up must be of one of {' or '.join(DTYPES)}, and y of any of them"
+        raise ValueError(f"{rule}, got {x.dtype}, {down.dtype}, {up.dtype} and {y.dtype}")

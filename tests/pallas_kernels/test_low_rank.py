@@ -1,0 +1,128 @@
+"""What adapters of low rank add to the products of rows, against float64, in any company."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvllm.models.ops import activate
+from pallas_kernels.backend import REFERENCE
+from pallas_kernels.grouped_matmul import RowOrder, order_rows
+from pallas_kernels.low_rank import add_low_rank
+from pallas_kernels.low_rank.cases import CASES, LowRankCase
+from pallas_kernels.small_matmul import Gate
+from tests.pallas_kernels.cpu_chips import CPU_CHIPS
+
+LANES = sorted(CPU_CHIPS)
+TOLERANCES = {"float32": 2e-6, "bfloat16": 0.008}
+type Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@cache
+def adding(lanes: int) -> Any:
+    def one(operands: Operands, groups: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, x, down, up = operands
+        order = order_rows(groups, len(down), REFERENCE)
+        pairs = [jnp.full_like(down, jnp.nan), down], [jnp.full_like(up, jnp.nan), up]
+        return y, add_low_rank(y, x, *pairs, index, order, chip=CPU_CHIPS[lanes])
+
+    return jax.jit(one)
+
+
+def operands(case: LowRankCase, dtype: str) -> Operands:
+    rng = np.random.default_rng(len(case.name))
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    num_rows = len(case.groups)
+    down, up = drawn(case.num_groups, case.rank, case.size_in), drawn(case.num_groups, case.rank, case.size_out)
+    # The matrices of groups without rows are not read.
+    unused = np.setdiff1d(np.arange(case.num_groups), case.groups)
+    down, up = (one.at[unused].set(jnp.nan) for one in (down, up))
+    up = up.at[:, case.rank // 2 :, : case.size_out // 2].set(0)  # as where two matrices have their parts of the rank
+    return drawn(num_rows, case.size_out), drawn(num_rows, case.size_in), down, up
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_float64(case: LowRankCase, dtype: str, lanes: int) -> None:
+    given = operands(case, dtype)
+    before, after = adding(lanes)(given, case.groups, jnp.int32(1))
+    y, x, down, up = (np.asarray(one, np.float64) for one in given)
+    np.testing.assert_array_equal(np.asarray(before, np.float64), y, err_msg="another reader sees what it was")
+    has = case.groups < case.num_groups
+    np.testing.assert_array_equal(np.asarray(after, np.float64)[~has], y[~has])
+    own = case.groups[has]
+    added = np.einsum("ti,twi,two->to", x[has], down[own], up[own])
+    largest = np.abs(added).max(initial=1.0)
+    assert np.abs(np.asarray(after, np.float64)[has] - (y[has] + added)).max(initial=0) < TOLERANCES[dtype] * largest
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize(("dtype", "gate"), [("float32", "silu"), ("bfloat16", "gelu_tanh")])
+def test_a_gate_is_for_all_rows(dtype: str, gate: Gate, lanes: int) -> None:
+    case = CASES[3]
+    before, x, down, up = operands(case, dtype)
+    y = before.reshape(len(x), 2, -1).astype(jnp.float32)
+
+    @jax.jit
+    def run(groups: jax.Array) -> jax.Array:
+        order = order_rows(groups, len(down), REFERENCE)
+        return add_low_rank(y, x, [down], [up], 0, order, gate=gate, chip=CPU_CHIPS[lanes])
+
+    result = run(case.groups)
+    assert (result.shape, result.dtype) == ((len(x), y.shape[2]), dtype)
+    exact = np.asarray(before, np.float64)
+    has = case.groups < case.num_groups
+    own = case.groups[has]
+    exact[has] += np.einsum("ti,twi,two->to", *(np.asarray(one, np.float64) for one in (x[has], down[own], up[own])))
+    halves = jnp.asarray(exact.reshape(y.shape), jnp.float32)
+    expected = np.asarray(activate(halves[:, 0], gate) * halves[:, 1])
+    np.testing.assert_allclose(
+        np.asarray(result, np.float32), expected, atol=TOLERANCES[dtype] * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_row_has_the_same_bits_in_any_company_and_any_group(lanes: int) -> None:
+    case = CASES[3]
+    y, x, down, up = operands(case, "float32")
+    _, together = adding(lanes)((y, x, down, up), case.groups, jnp.int32(1))
+    turned = (down[::-1], up[::-1])
+    for row, group in enumerate(case.groups.tolist()):
+        alone = np.full_like(case.groups, case.num_groups)
+        alone[0] = case.num_groups - 1 - group if group < case.num_groups else group
+        rolled = jnp.roll(y, -row, 0), jnp.roll(x, -row, 0)
+        _, found = adding(lanes)((*rolled, *turned), alone, jnp.int32(1))
+        np.testing.assert_array_equal(np.asarray(found)[0], np.asarray(together)[row])
+
+
+def test_wrong_arguments() -> None:
+    y, x, down, up = operands(CASES[3], "float32")
+    order, chip = order_rows(jnp.asarray(CASES[3].groups), len(down), REFERENCE), CPU_CHIPS[LANES[0]]
+
+    def add(
+        y: jax.Array = y,
+        x: jax.Array = x,
+        down: jax.Array = down,
+        up: jax.Array = up,
+        order: RowOrder = order,
+        gate: Gate | None = None,
+    ) -> None:
+        add_low_rank(y, x, [down], [up], 0, order, gate=gate, chip=chip)
+
+    for wrong, rule in [
+        (dict(x=x[:, 1:]), "must agree"),
+        (dict(y=y[:, 1:]), "must agree"),
+        (dict(down=down[:, :7], up=up[:, :7]), "multiple of 4"),
+        (dict(order=order._replace(starts=order.starts[1:])), "of 16 rows in 4 groups"),
+        (dict(up=up.astype(jnp.bfloat16)), "must be of one of"),
+        (dict(gate="silu"), r"must be f32\[T, 2, F\]"),
+    ]:
+        with pytest.raises(ValueError, match=rule):
+            add(**wrong)  # type: ignore[arg-type]
