@@ -94,7 +94,7 @@ venv: .venv/.stamp
 	@touch $@
 
 # The newest jax that pyproject.toml allows. The environment of all else has the one of constraints.txt, which GPU machines
-# have; the quick tests of what is near jax run with either, in turns.
+# have; the quick tests of what is near jax run with either.
 NEWEST_JAX := 0.12.0.1
 NEAR_JAX := tests/runtime tests/sharding tests/models tests/pallas_kernels
 
