@@ -325,7 +325,7 @@ OPTIONS: Mapping[str, Option] = {
     "sleep_mode_backend": Unneeded("there is one way to sleep"),
     "sleep_preserve_parameter_names": Unneeded("a sleep keeps all weights or none", "values"),
     "weight_transfer_config": Refused(
-        "weights stay as they were loaded while the server runs", neutral=("none", "null")
+        "new weights come from directories, by POST /update_weights with --dev-endpoints", neutral=("none", "null")
     ),
     "logits_processors": Refused(
         "functions do not cross to another process: give them to LLM, which is offline", "values"

@@ -1,4 +1,4 @@
-"""What Mosaic GPU of jax 0.11.2 lacks for Turing (compute capability 7.5), put into it: two of its functions change.
+"""Changes two functions of Mosaic GPU (jax 0.11.2), so that it compiles for Turing (compute capability 7.5).
 
 Both go by the generation that is lowered for, so kernels for other GPUs are what they were. Each of them goes when
 Mosaic GPU has the same: `_mma_single_tile` when it emits instructions of depth 8, and `_lift_fast_instr` when its

@@ -156,6 +156,19 @@ def test_finetune() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel_environment")
+def test_reinforcement() -> None:
+    # That the reward rises takes more steps and is checked where tunix is: `tests/interop/test_tunix.py`.
+    fewer = {
+        "STEPS, QUESTIONS, ANSWERS = 16, 8, 8": "STEPS, QUESTIONS, ANSWERS = 2, 2, 4",
+        "max_num_seqs=64, max_num_batched_tokens=256": "max_num_seqs=8, token_buckets=(32,), row_buckets=(8,)",
+    }
+    lines = run("reinforcement", smaller=fewer).splitlines()
+    assert "largest drift: 0.0" in lines
+    assert "tunix is not installed here" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernel_environment")
 def test_ladder() -> None:
     # All rungs are measured in `tests/bench/test_ladder_rungs.py`.
     two_rungs = {"requests=10": "requests=4", "chosen_rungs(NAMES)": "chosen_rungs(NAMES)[1::5]"}

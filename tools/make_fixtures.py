@@ -1333,9 +1333,7 @@ def make(name: str) -> None:
     stream = np.random.Generator(np.random.PCG64(len(name)))
     vocab_size = values.get("text_config", values)["vocab_size"]
     prompts = [stream.integers(vocab_size, size=n).tolist() for n in PROMPT_LENGTHS]
-    # SDPA has no soft cap and no sinks, and layers without attention want none of it.
-    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2", "Bloom", "Mpt")) or "Mamba" in family
-    attention = "eager" if eager else "sdpa"
+    attention = attention_of(family)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.from_pretrained(directory), attn_implementation=attention, dtype=torch.float32
     ).eval()
@@ -1361,6 +1359,13 @@ def make(name: str) -> None:
     np.savez_compressed(directory / "expected.npz", logits=logits)
     distinct = len({token for tokens in greedy for token in tokens})
     print(f"{name}: seed {seed}, margin {margin:.4f}, logits {logits.std():.2f}, {distinct} tokens", flush=True)
+
+
+def attention_of(family: str) -> str:
+    """Returns the implementation of attention with which transformers computes a family's logits."""
+    # SDPA has no soft cap and no sinks, and layers without attention want none of it.
+    eager = family.startswith(("Gemma", "VaultGemma", "GptOss", "MiMoV2", "Bloom", "Mpt")) or "Mamba" in family
+    return "eager" if eager else "sdpa"
 
 
 def stored_shapes(model: Any) -> dict[str, list[int]]:

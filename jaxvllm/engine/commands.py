@@ -4,6 +4,7 @@ A command travels in `wire.Ask` to one engine, or from a pool to all of its engi
 `wire.CommandAnswer`. So a new command is a class here, and perhaps an endpoint that asks it.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain
@@ -33,6 +34,10 @@ class EngineCommand[Answer](msgspec.Struct, frozen=True, array_like=True, tag=Tr
     @abstractmethod
     def run(self, engine: "Engine") -> Answer:
         """Does it. A ValueError or a NotImplementedError is told to the caller, and the engine goes on."""
+
+    def ends(self, request_id: str) -> bool:
+        """Returns whether it ends this request, which waits outside the engine until its grammar is compiled."""
+        return False
 
     @abstractmethod
     def joined(self, answers: Sequence[Answer]) -> Answer:
@@ -108,6 +113,18 @@ class UpdateWeights(EngineCommand[str], frozen=True):
         return answers[0]
 
 
+class NameWeights(YesNoCommand, frozen=True):
+    """Gives the weights another name: see `Engine.name_weights`."""
+
+    version: str
+
+    lasts: ClassVar[bool] = True
+
+    def run(self, engine: "Engine") -> bool:
+        engine.name_weights(self.version)
+        return True
+
+
 class ShowWeightVersions(EngineCommand[list[str]], frozen=True):
     """Asks each engine for the name of its weights."""
 
@@ -154,6 +171,38 @@ class SetPause(YesNoCommand, frozen=True):
         else:
             engine.pause(self.mode)
         return True
+
+    def ends(self, request_id: str) -> bool:
+        return self.mode == "abort"
+
+
+# What the server adds to the id of an answer, to name its requests in the engine: see `RequestId.names`.
+_SUFFIXES = (re.compile(r"-\d+\Z"), re.compile(r"-[0-9a-f]{16}\Z"))
+
+
+class AbortRequests(EngineCommand[int], frozen=True):
+    """Ends requests, by the ids of their answers, or all (None). Their callers get what they have, as after a pause.
+
+    The answer is how many have ended, but for those whose grammars still compile.
+    """
+
+    request_ids: frozenset[str] | None
+
+    answers: ClassVar[type] = int
+
+    def run(self, engine: "Engine") -> int:
+        return engine.abort_all([name for name in engine.outputs.request_ids if self.ends(name)])
+
+    def ends(self, request_id: str) -> bool:
+        if self.request_ids is None:
+            return True
+        names = [request_id]
+        for suffix in _SUFFIXES:
+            names += [suffix.sub("", name) for name in names]
+        return not self.request_ids.isdisjoint(names)
+
+    def joined(self, answers: Sequence[int]) -> int:
+        return sum(answers)
 
 
 class CheckSleep(YesNoCommand, frozen=True):
@@ -210,7 +259,7 @@ class LoadAdapter(YesNoCommand, frozen=True):
     takes_long: ClassVar[bool] = True
 
     def run(self, engine: "Engine") -> bool:
-        engine.load_adapter(LoRARequest(self.name, self.number, self.path))
+        engine.adapters.load(LoRARequest(self.name, self.number, self.path))
         return True
 
 
@@ -220,7 +269,7 @@ class UnloadAdapter(YesNoCommand, frozen=True):
     number: int
 
     def run(self, engine: "Engine") -> bool:
-        engine.unload_adapter(self.number)
+        engine.adapters.unload(self.number)
         return True
 
 
@@ -230,6 +279,8 @@ type AnyCommand = (
     | ShowWeightVersions
     | ResetPrefixCache
     | UpdateWeights
+    | NameWeights
+    | AbortRequests
     | ShowRest
     | SetPause
     | CheckSleep

@@ -1,61 +1,48 @@
 """The engine distributes requests among its replicas and steps them. It is single-threaded and synchronous."""
 
 import logging
-import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.config import EngineConfig
-from jaxvllm.core.beam import BeamSearch
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.explanation import Trail
-from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
-from jaxvllm.core.pause import SLEEP_LEVELS, PauseMode, PauseState, SleepTag
-from jaxvllm.core.repetition import RepetitionDetector
-from jaxvllm.core.request import GenerationRequest, QueueKey, Request, RequestOptions
+from jaxvllm.core.pause import PauseMode, PauseState, SleepTag
+from jaxvllm.core.request import GenerationRequest, Request, RequestOptions
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
-from jaxvllm.core.token_constraint import GuardedConstraint
-from jaxvllm.core.weight_version import KVChange, WeightVersion, begin_version, check_kv_change
+from jaxvllm.core.weight_version import KVChange, WeightVersion
 from jaxvllm.engine.burst_pace import OFFLINE_SECONDS
 from jaxvllm.engine.decode_pace import DecodePace
+from jaxvllm.engine.engine_adapters import EngineAdapters
+from jaxvllm.engine.engine_experts import EngineExperts
 from jaxvllm.engine.engine_sleep import EngineSleep
-from jaxvllm.engine.expert_balancer import ExpertBalancer, LoadMeter
-from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
+from jaxvllm.engine.engine_stats import engine_stats
+from jaxvllm.engine.engine_weights import EngineWeights
+from jaxvllm.engine.exported_request import ExportedRequest
+from jaxvllm.engine.input_processor import InputProcessor
 from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
-from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.multihost import lead
-from jaxvllm.engine.new_weights import WeightSource, new_weights
+from jaxvllm.engine.new_weights import WeightSource
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
-from jaxvllm.engine.page_cargo import load_cargo, unload_cargo
 from jaxvllm.engine.replica import DEPTH, DEPTH_IN_TURNS, Replica
-from jaxvllm.engine.request_rules import RequestRules
+from jaxvllm.engine.request_moves import RequestMoves
 from jaxvllm.engine.rounds import Rounds
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
 from jaxvllm.grammar.constraint import CompiledGrammar
-from jaxvllm.grammar.request_constraints import without_tokenizer
-from jaxvllm.kv_transfer.page_format import PageFormat
-from jaxvllm.models.attention import KV_SCALES
-from jaxvllm.models.experts import num_experts
-from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
-from jaxvllm.text.bad_words import read_bad_words
-from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
+from jaxvllm.text.prompts import PromptLike
 
 logger = logging.getLogger(__name__)
 
@@ -86,31 +73,19 @@ class Engine:
         except BaseException:
             self._close_publishers()
             raise
-        self._masks_commute = not logits_processors  # which may look at other tokens
         self.config = config
         self.tokenizer = parts.tokenizer
         self.tokenizer_directory = parts.tokenizer_directory
         self.spec = parts.spec
         self.vocab_size = parts.spec.vocab_size
-        self._num_experts = num_experts(parts.spec)
         self.max_model_len = parts.max_model_len
         self.defaults = parts.defaults
         self.pooler = parts.pooler
         self._connector = parts.connector
-        self._page_format = parts.page_format
         self.holders = parts.holders  # of weights, pages and programs
-        self._read_weights = parts.read_weights
-        self.weight_version = WeightVersion()
-        self._loras = None
-        if parts.read_adapter is not None:
-            self._loras = LoraStore(parts.read_adapter, config.max_cpu_loras or config.max_loras)
-        self._meters = tuple(LoadMeter(holder) for holder in parts.holders if holder.load_shape is not None)
-        self._balancers: tuple[ExpertBalancer, ...] = ()
-        if config.eplb is not None:
-            of_holders = zip(parts.holders, self._meters, strict=True)
-            self._balancers = tuple(ExpertBalancer(config.eplb, holder, meter) for holder, meter in of_holders)
+        self._experts = EngineExperts(config, parts.spec, parts.holders)
         nothing = (None,) * len(parts.runners)
-        balancers = self._balancers if parts.lockstep is None and self._balancers else nothing
+        balancers = self._experts.balancers if parts.lockstep is None and self._experts.balancers else nothing
         depth = DEPTH if config.async_scheduling else DEPTH_IN_TURNS
         of_replicas = zip(parts.runners, parts.traffic, self._publishers or nothing, balancers, strict=True)
         paces = [DecodePace(holder, burst_seconds) for holder in parts.holders]
@@ -121,18 +96,20 @@ class Engine:
         )
         self._rounds = None
         if parts.lockstep is not None:
-            self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._balancers)
-        self._sleep = EngineSleep(self.replicas, self.holders, self._meters)
+            self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._experts.balancers)
+        moves_pages = parts.connector is not None
+        self._sleep = EngineSleep(self.replicas, self.holders, self._experts.meters, moves_pages=moves_pages)
+        of_engine = (self.replicas, self.holders, self._experts.balancers, parts.connector)
+        self._weights = EngineWeights(parts.spec, *of_engine, parts.read_weights, has_others=config.has_others)
+        self.adapters = EngineAdapters(config, parts.read_adapter, self.replicas)
         self._early: list[RequestOutput] = []  # outputs that the next step returns
         self.outputs = self._make_outputs()
-        self._reader = PromptReader(parts.tokenizer, parts.spec.vocab_size, parts.max_model_len)
+        self.inputs = InputProcessor(
+            config, parts, self.adapters, self.replicas[0], masks_commute=not logits_processors
+        )
+        self._moves = RequestMoves(config, self.replicas, self.inputs, self._weights, parts.page_format)
         self.eos_token_ids = parts.eos_token_ids
         self.side_inputs = parts.side_inputs
-        rules = (parts.max_model_len, parts.eos_token_ids, self.vocab_size, parts.side_inputs)
-        self._rules = RequestRules.of(config, *rules)
-        self._constraints = parts.constraints
-        self._arrivals = count()
-        self._seeds = random.Random(config.seed)
         self._router = self._make_router()
         self._startup = parts.startup
         self._is_closed = False
@@ -167,86 +144,25 @@ class Engine:
         `options` are the optional fields of `GenerationRequest`, such as `priority`.
         Raises ValueError with the rule, the value and the way out.
         """
-        room = PromptRoom.of(params, is_pooled=options.get("pooling") is not None)
-        read = self._reader.read(prompt, add_special_tokens=add_special_tokens, room=room)
-        request = GenerationRequest(request_id, read, params, **options)
-        self._rules.check(request)
-        self._bad_words(request)
-        self.check_fits(request)
-        self._grammar(request)
-        self._adapter(request)
-        return request
-
-    def load_adapter(self, request: LoRARequest) -> None:
-        """Reads an adapter into host memory, unless it is there. Raises ValueError for a wrong one, as `check` does."""
-        if self._loras is None:
-            raise ValueError("adapters need an engine that has room for them: set enable_lora")
-        self._loras.get(request)
-
-    def unload_adapter(self, number: int) -> None:
-        """Forgets an adapter in host memory, if it is there. Requests that have it go on."""
-        if self._loras is not None:
-            self._loras.forget(number)
-
-    def _adapter(self, request: GenerationRequest) -> LoraAdapter | None:
-        """Returns the adapter of a request that was checked, if it has one. Raises ValueError for a wrong one."""
-        if request.lora_request is None or self._loras is None:
-            return None
-        return self._loras.get(request.lora_request)
-
-    def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
-        """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none.
-
-        `submit` waits for it. A caller that must not wait calls this first, and submits the request with it when it is
-        done.
-        """
-        params = request.params
-        if params.structured_outputs is None and params.thinking_token_budget is None:
-            return None
-        if self._constraints is None:
-            raise without_tokenizer()
-        return self._constraints.prepare(params)
-
-    def check_fits(self, request: GenerationRequest) -> None:
-        """Raises ValueError for a request that could not finish even if it had every page of a replica."""
-        num_prompt_tokens = len(request.prompt.token_ids)
-        num_beams = None if request.beam_search is None else request.beam_search.beam_width
-        # All replicas are equal.
-        num_side_rows = sum(map(len, request.prompt.side_inputs))
-        self.replicas[0].scheduler.check_fits(num_prompt_tokens, self._rules.limit(request), num_beams, num_side_rows)
-
-    def _grammar(
-        self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None
-    ) -> CompiledGrammar | None:
-        """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one.
-
-        Raises OverloadedError for one that has no room now. `prepared` is what `prepare` has returned, if it was asked.
-        """
-        future = prepared or self.prepare(request)
-        if future is None or self._constraints is None:
-            return None
-        try:
-            grammar = future.result()
-        except ParameterError as error:  # others raise the same instance, and callers add to its text
-            raise ParameterError(str(error), error.param) from error
-        self._constraints.check(request.params, grammar)
-        return grammar
+        return self.inputs.check(request_id, prompt, params, add_special_tokens=add_special_tokens, **options)
 
     def submit(self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None) -> None:
         """Queues a checked request, once its grammar is compiled, if it has one. If it raises, nothing is queued.
 
-        `prepared` is what `prepare` returned.
+        `prepared` is what `InputProcessor.prepare` has returned. A caller that must not wait asks for it first, and
+        submits the request when it is done.
 
         Raises ValueError when its id is in use or its grammar is wrong, OverloadedError when there is no room for its
         grammar, and RuntimeError after `close`.
         """
         self._ready()
-        grammar = self._grammar(request, prepared)
+        grammar = self.inputs.grammar(request, prepared)
         sequences = request.sequences()
         self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         warnings = () if grammar is None else grammar.warnings
-        bad_words, adapter = self._bad_words(request), self._adapter(request)
-        queued = [self._queued(sequence, grammar, bad_words, adapter) for sequence in sequences]
+        bad_words, adapter = self.inputs.bad_words(request), self.adapters.of(request)
+        name = self.weight_version.name
+        queued = [self.inputs.queued(sequence, name, grammar, bad_words, adapter) for sequence in sequences]
         self.outputs.add(request, [sequence.request_id for sequence in sequences], time.monotonic(), warnings)
         try:
             self._queue(request, queued, self._router.choose(queued[0]))
@@ -337,6 +253,23 @@ class Engine:
                 replica.publish()
             return self.outputs.abort(request_id, [child for child in ended if child is not None])
 
+    def abort_all(self, request_ids: Iterable[str]) -> int:
+        """Ends these requests now, and returns how many had not ended. The next `step` returns their last outputs."""
+        ended = [output for output in map(self.abort, request_ids) if output is not None]
+        self._early += ended
+        return len(ended)
+
+    def end(self, request: GenerationRequest) -> None:
+        """Ends a checked request that was never queued, as if it had been aborted at once.
+
+        The next `step` returns its output, which has no tokens. Raises ValueError when its id is in use.
+        """
+        self._ready()
+        names = [sequence.request_id for sequence in request.sequences()]
+        self._check_free([request.request_id, *names])
+        self.outputs.add(request, names, time.monotonic())
+        self._early.append(self.outputs.abort(request.request_id, []))
+
     def export_request(self, request_id: str) -> ExportedRequest:
         """Ends a request here, and returns what another engine needs to go on with the same tokens.
 
@@ -344,26 +277,7 @@ class Engine:
         NotImplementedError for an engine of several processes.
         """
         self._ready()
-        form = self._moving_format()
-        # It may have to wait for the name, or fail: nothing has ended yet.
-        model = self.weight_version.mark(form.fingerprint)
-        if request_id not in self.outputs:
-            raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
-        request = self.outputs.request(request_id)
-        if request.lora_request is not None:
-            raise NotImplementedError("requests with an adapter cannot move to another engine yet")
-        open_ids = self.outputs.children(request_id)
-        [replica] = [one for one in self.replicas if open_ids[0] in one.scheduler]
-        left = {name: replica.scheduler.finish(name) for name in open_ids}
-        replica.publish()
-        sequences, requests = dict[int, SamplingState](), list[Request]()
-        for index, sequence in enumerate(request.sequences()):
-            one = left.get(sequence.request_id)
-            if one is not None:
-                sequences[index] = SamplingState.of(one)
-                requests.append(one)
-        cargo = load_cargo(replica, form, requests)
-        return ExportedRequest(request, self.outputs.take_out(request_id), sequences, model, cargo)
+        return self._moves.take_out(request_id, self.outputs)
 
     def import_request(self, exported: ExportedRequest) -> str:
         """Queues a request that another engine has exported, and returns its id.
@@ -374,46 +288,19 @@ class Engine:
         self._ready()
         if self.sleeping:
             raise ValueError("an engine that sleeps has no pages for a request that moves to it: call wake_up first")
-        form = self._moving_format()
-        if exported.model != self.weight_version.mark(form.fingerprint):
-            raise ValueError(
-                "the request was exported by an engine with another model, dtype, page or version of the weights: use "
-                "one like it"
-            )
-        request = exported.request
-        self._rules.check(request)
-        self.check_fits(request)
-        grammar, sequences = self._grammar(request), request.sequences()
-        self._check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
-        exported.check(len(sequences), self.vocab_size, self._rules.limit(request))
-        bad_words = self._bad_words(request)
-        queued = [
-            self._queued(sequences[index], grammar, bad_words, None, state)
-            for index, state in exported.sequences.items()
-        ]
+        queued, warnings = self._moves.read(exported, self._check_free)
         scheduler = self._router.choose(queued[0])
         [replica] = [one for one in self.replicas if one.scheduler is scheduler]
-        for one in queued:
-            unload_cargo(replica, form, one, exported.pages)
-        warnings = () if grammar is None else grammar.warnings
+        self._moves.unload(exported, queued, replica)
+        request = exported.request
+        names = [sequence.request_id for sequence in request.sequences()]
         try:
-            self.outputs.put_back(request, [one.request_id for one in sequences], exported.progress, warnings)
+            self.outputs.put_back(request, names, exported.progress, warnings)
             self._queue(request, queued, scheduler)
         except BaseException:
             self.abort(request.request_id)
             raise
         return request.request_id
-
-    def _moving_format(self) -> PageFormat:
-        """Returns how pages travel with requests. Raises NotImplementedError for pages of weights without a name."""
-        if self.config.enable_return_routed_experts:
-            raise NotImplementedError("the experts of tokens do not move with a request: leave the option out")
-        if not self.weight_version.is_shared:
-            raise NotImplementedError(
-                "requests of an engine whose weights were replaced cannot move to another one: update with a version, "
-                "which says for both engines which weights they have"
-            )
-        return self._page_format()
 
     def startup(self) -> StartupReport:
         """Returns where the time of the start went."""
@@ -421,48 +308,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges that say how busy the engine is."""
-        schedulers = [replica.scheduler for replica in self.replicas]
-        traffics = [replica.traffic for replica in self.replicas if replica.traffic is not None]
-        drafted = np.sum([replica.num_drafted for replica in self.replicas], axis=0)
-        accepted = np.sum([replica.num_accepted for replica in self.replicas], axis=0)
-        return EngineStats(
-            num_steps=sum(replica.num_steps for replica in self.replicas),
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=sum(replica.num_output_tokens for replica in self.replicas),
-            num_preemptions=sum(scheduler.num_preemptions for scheduler in schedulers),
-            num_prefix_queries=sum(replica.num_prefix_queries for replica in self.replicas),
-            num_prefix_hits=sum(replica.num_prefix_hits for replica in self.replicas),
-            num_external_queries=sum(s.num_asked_pages * s.cache.page_size for s in schedulers),
-            num_external_hits=sum(s.num_loaded_pages * s.cache.page_size for s in schedulers),
-            num_failed_loads=sum(traffic.num_failed_loads for traffic in traffics),
-            num_saved_pages=sum(traffic.num_saved_pages for traffic in traffics),
-            num_running=sum(scheduler.num_running for scheduler in schedulers),
-            num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
-            num_pages=sum(scheduler.cache.num_pages for scheduler in schedulers),
-            num_pages_owned=sum(scheduler.cache.num_owned for scheduler in schedulers),
-            num_programs=sum(holder.programs.num_compiled for holder in self.holders),
-            num_bucket_tokens=sum(replica.num_bucket_tokens for replica in self.replicas),
-            num_padding_tokens=sum(replica.num_padding_tokens for replica in self.replicas),
-            num_ended_tokens=sum(replica.num_ended_tokens for replica in self.replicas),
-            num_bucket_rows=sum(replica.num_bucket_rows for replica in self.replicas),
-            num_padding_rows=sum(replica.num_padding_rows for replica in self.replicas),
-            num_verifications=int(drafted[:1].sum()),
-            num_draft_tokens=int(drafted.sum()),
-            num_accepted_tokens=int(accepted.sum()),
-            num_accepted_per_pos=tuple(accepted.tolist()),
-            num_expert_placements=sum(balancer.num_placements for balancer in self._balancers),
-            mean_expert_load=round(sum(balancer.mean_load for balancer in self._balancers)),
-            most_expert_load=round(sum(balancer.most_load for balancer in self._balancers)),
-            **({} if self._loras is None else self._adapter_stats()),
-        )
-
-    def _adapter_stats(self) -> dict[str, Any]:
-        schedulers = [replica.scheduler for replica in self.replicas]
-        return {
-            "max_loras": self.config.max_loras,
-            "running_adapters": _names(one for scheduler in schedulers for one in scheduler.lora_slots.held.values()),
-            "waiting_adapters": _names(one.adapter for scheduler in schedulers for one in scheduler.queue),
-        }
+        balancers, adapters = self._experts.balancers, self.adapters.stats()
+        return engine_stats(self.replicas, self.holders, balancers, adapters, self._num_prompt_tokens)
 
     def expert_loads(self) -> dict[int, NDArray[np.int64]]:
         """Returns how many tokens have chosen each expert since the start, i64[experts], by the number of the layer.
@@ -470,16 +317,9 @@ class Engine:
         It waits for the steps that were dispatched, and tokens that were computed for nothing count too. Raises
         ValueError for an engine that does not count them.
         """
-        if not self._meters:
-            raise ValueError("nobody counts which experts are chosen: set count_expert_loads or enable_eplb")
-        self._ready()
-        if "kv_cache" not in self.sleeping:  # which has taken the loads with it
-            for meter in self._meters:
-                meter.take()
-        for meter in self._meters:
-            meter.read()
-        total = np.sum([meter.total for meter in self._meters], axis=0)
-        return {layer: total[layer, :count] for layer, count in self._num_experts.items()}
+        if self._experts.meters:
+            self._ready()
+        return self._experts.loads(are_counted="kv_cache" not in self.sleeping)  # which has taken them with it
 
     def take_reports(self) -> list[StepReport]:
         """Returns reports of the steps read since the last call: at most the `MAX_REPORTS` latest of each replica."""
@@ -505,9 +345,12 @@ class Engine:
 
         Raises ValueError while they sleep.
         """
-        if "weights" in self.sleeping:
-            raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
-        return {name: value for name, value in self.holders[0].params.items() if name != LORA}
+        return self._weights.tree
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        """The version of the weights that the next step has."""
+        return self._weights.version
 
     def update_weights(
         self, source: WeightSource, version: str | None = None, kv: KVChange = "drop", partial: bool = False
@@ -534,34 +377,15 @@ class Engine:
         NotImplementedError for what this engine cannot do.
         """
         self._ready()
-        new_version = self.weight_version.after(version)
-        check_kv_change(kv)
-        if partial and "weights" in self.sleeping:
-            raise ValueError("a part needs the weights beside it, and they sleep: call wake_up first, or give all")
-        if kv == "keep" and any(KV_SCALES in layer.declare() for layer in self.spec.layers):
-            raise NotImplementedError("keys and values have scales among the weights here, so they go with these: drop")
-        if self.config.has_others:
-            if not isinstance(source, Path) or partial:
-                raise NotImplementedError(
-                    "weights on devices of several processes are replaced by those of a directory, which each of them "
-                    "reads: write a checkpoint where all hosts find it"
-                )
-            for holder in self.holders:
-                holder.read_params(source)
-            new = []  # each process has taken its own
-        else:
-            new = new_weights(source, [holder.params for holder in self.holders], self._read_weights, partial)
+        incoming = self._weights.prepare(source, version, kv, partial)
         with self._reset_if_it_breaks_off():
-            for holder, params in zip(self.holders, new, strict=False):
-                holder.replace_params(params)
-            self.weight_version = new_version
-            for balancer in self._balancers:
-                balancer.place_all()
-            for replica in self.replicas:
-                replica.begin_version(new_version, keeps_pages=kv == "keep")
-            if self._connector is not None:  # and no page of the weights before is on its way
-                self._connector.version = new_version
-        return new_version.name
+            self._weights.take(incoming)
+        return incoming.version.name
+
+    def name_weights(self, name: str) -> None:
+        """Gives the weights another name: see `EngineWeights.rename`. Raises ValueError for a wrong one."""
+        self._ready()
+        self._weights.rename(name)
 
     # Pauses, and memory that is given back.
 
@@ -597,7 +421,7 @@ class Engine:
                 "call wake_up first, or pause with mode keep or abort"
             )
         if mode == "abort":
-            self._early += filter(None, map(self.abort, self.outputs.request_ids))
+            self.abort_all(self.outputs.request_ids)
         self._sleep.pause(state)
 
     def settle(self) -> None:
@@ -615,45 +439,19 @@ class Engine:
         self._sleep.resume()
 
     def release_kv(self) -> None:
-        """Frees the memory of KV pages until `wake_up`. Cached prefixes are forgotten, and so is the KV of requests.
-
-        Requests that a pause has kept compute all their tokens again afterwards. Raises ValueError unless the engine is
-        paused and settled, and NotImplementedError where KV pages go elsewhere, too.
-        """
-        self.check_sleep()
-        self._check_rest()
-        self.reset_prefix_cache(reset_running_requests=True)
+        """Frees the memory of KV pages until `wake_up`: see `EngineSleep.release_kv`."""
+        self._ready()
         self._sleep.release_kv()
 
     def sleep(self, level: int = 1) -> None:
-        """Gives back memory of the devices until `wake_up`. The levels are vLLM's; the engine must be settled.
-
-        0: none. 1: that of KV pages, as `release_kv` does, and that of weights, which go to the host's memory; on CPUs
-        they are there already and stay. 2: both, and the weights are dropped: `update_weights` must bring others, and
-        arrays that a caller holds stay.
-        Raises ValueError unless the engine is paused and settled, and NotImplementedError as `release_kv` does, and
-        for level 2 where weights cannot be replaced.
-        """
-        self.check_sleep(level)
-        self._check_rest()
-        if level:
-            self.release_kv()
-            self._sleep.release_weights(level)
+        """Gives back memory of the devices until `wake_up`. The levels are vLLM's: see `EngineSleep.sleep`."""
+        self._ready()
+        self._sleep.sleep(level)
 
     def check_sleep(self, level: int = 1) -> None:
         """Checks a level of `sleep` before a pause for it. Raises the same errors for it as `sleep` does."""
         self._ready()
-        if level not in SLEEP_LEVELS:
-            raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
-        if level == 2 and self.config.has_others:
-            raise NotImplementedError(
-                "sleep(level=2) drops the weights of one process, and this engine has several: use level 1"
-            )
-        if level and self._connector is not None:
-            raise NotImplementedError(
-                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
-                "level 0, or leave kv_transfer_config out"
-            )
+        self._sleep.check(level)
 
     def wake_up(self, tags: Iterable[SleepTag] | None = None) -> bool:
         """Brings back what `tags` name of `weights` and `kv_cache`, or both (None). Returns whether nothing sleeps.
@@ -663,20 +461,13 @@ class Engine:
         self._ready()
         return self._sleep.wake_up(tags)
 
-    def _check_rest(self) -> None:
-        self._ready()
-        if not self.is_paused or any(replica.has_work for replica in self.replicas):
-            raise ValueError(
-                "only an engine that is paused, and has ended its steps, gives memory back: pause it first"
-            )
-
     def use_pause(self) -> None:
         """Begins what would hold up the steps of requests: a large vocabulary is built for structured outputs.
 
         A caller calls it once, while no request runs. Without it the first request with a form has to wait for that.
         """
-        if self._constraints is not None:
-            self._constraints.warm_up()
+        if self.inputs.constraints is not None:
+            self.inputs.constraints.warm_up()
 
     def wait_until_compiled(self) -> None:
         """Waits until every bucket of every replica is compiled. Nothing compiles afterwards."""
@@ -686,8 +477,8 @@ class Engine:
     def close(self) -> None:
         """Stops background work and frees the device's memory. The engine takes no request afterwards."""
         self._is_closed = True
-        if self._constraints is not None:
-            self._constraints.close()
+        if self.inputs.constraints is not None:
+            self.inputs.constraints.close()
         for replica in self.replicas:
             if replica.traffic is not None:
                 replica.traffic.close()
@@ -713,10 +504,7 @@ class Engine:
         # The host's side of all replicas comes first: even if a device fails, no request may be left half known.
         for replica in self.replicas:
             replica.drop()
-        for meter in self._meters:
-            meter.drop()
-        for balancer in self._balancers:
-            balancer.drop()
+        self._experts.drop()
         if self._rounds is not None:
             self._rounds.drop()
         self.outputs = self._make_outputs()
@@ -738,55 +526,3 @@ class Engine:
         for name in names:
             if self.outputs.is_known(name):
                 raise ParameterError(f"request id {name!r} is in use: choose another", "request_id")
-
-    def _bad_words(self, request: GenerationRequest) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of the words that the request forbids. Raises ValueError for wrong ones."""
-        return read_bad_words(request.params.bad_words, self.tokenizer, self.vocab_size)
-
-    def _queued(
-        self,
-        sequence: GenerationRequest,
-        grammar: CompiledGrammar | None,
-        bad_words: tuple[tuple[int, ...], ...],
-        adapter: LoraAdapter | None = None,
-        state: SamplingState | None = None,
-    ) -> Request:
-        """Returns a sequence's request for the scheduler. Seed and place in the queue do not depend on the routing.
-
-        All sequences of a caller's request share `grammar`, `bad_words` and `adapter`. `state`: where this one goes on.
-        """
-        given = sequence.prompt.cache_salt
-        salt = salt_without_adapter(given) if adapter is None else adapter.salt(given)
-        sequence = replace(sequence, prompt=replace(sequence.prompt, cache_salt=salt))
-        seed, limit = sequence.params.seed, self._rules.limit(sequence)
-        num_prompt_tokens = len(sequence.prompt.token_ids)
-        detection, beams = sequence.params.repetition_detection, sequence.beam_search
-        constraint = None if self._constraints is None else self._constraints.constraint(sequence, grammar)
-        request = Request(
-            asked=sequence,
-            seed=self._seeds.getrandbits(63) if seed is None else seed,
-            stop_token_ids=self._rules.stop_token_ids(sequence.params),
-            limit=limit,
-            key=QueueKey(sequence.priority, next(self._arrivals)),
-            eos_token_ids=self._rules.eos_token_ids,
-            masks_commute=self._masks_commute,
-            constraint=None if constraint is None else GuardedConstraint(constraint),
-            bad_word_ids=bad_words,
-            repetition=None if detection is None else RepetitionDetector(detection, limit - num_prompt_tokens),
-            adapter=adapter,
-            search=None if beams is None else BeamSearch(beams, num_prompt_tokens, limit, self.eos_token_ids),
-            tells_experts=self.config.enable_return_routed_experts and beams is None and sequence.pooling is None,
-        )
-        if state is not None:
-            state.restore(request)
-        begin_version(request.weight_starts, len(request.output_token_ids), self.weight_version.name)
-        if sequence.wants_explanation:
-            cache = self.replicas[0].scheduler.cache
-            num_imported = len(request.output_token_ids) - request.num_unreported
-            request.trail = Trail(cache.page_size, len(cache.groups), self.vocab_size, num_imported)
-        return request
-
-
-def _names(adapters: Iterable[LoraAdapter | None]) -> tuple[str, ...]:
-    """Returns the names of adapters, each once."""
-    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from jaxvllm.core.pause import SLEEP_TAGS, PauseState, SleepTag
+from jaxvllm.core.pause import SLEEP_LEVELS, SLEEP_TAGS, PauseState, SleepTag
 from jaxvllm.engine.expert_balancer import LoadMeter
 from jaxvllm.engine.replica import Replica
 from jaxvllm.runtime.runner import Runner
@@ -14,10 +14,19 @@ class EngineSleep:
     Shapes, dtypes and places of all arrays stay the same, so that no program is compiled again.
     """
 
-    def __init__(self, replicas: Sequence[Replica], holders: Sequence[Runner], meters: Sequence[LoadMeter]):
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        holders: Sequence[Runner],
+        meters: Sequence[LoadMeter],
+        *,
+        moves_pages: bool,
+    ):
+        """Takes what sleeps. If it `moves_pages`, some may be on their way to or from other places and must stay."""
         self._replicas = replicas
         self._holders = holders
         self._meters = meters
+        self._moves_pages = moves_pages
 
     @property
     def is_paused(self) -> bool:
@@ -47,8 +56,47 @@ class EngineSleep:
             )
         self.pause(PauseState.UNPAUSED)
 
+    def check(self, level: int) -> None:
+        """Raises ValueError for a level that does not exist, and NotImplementedError for one that this engine lacks."""
+        if level not in SLEEP_LEVELS:
+            raise ValueError(f"the level of sleep must be 0, 1 or 2, not {level!r}")
+        if level and self._moves_pages:
+            raise NotImplementedError(
+                "the pages of an engine with a kv_transfer_config may be on their way elsewhere, and stay: sleep at "
+                "level 0, or leave kv_transfer_config out"
+            )
+
+    def sleep(self, level: int) -> None:
+        """Gives back memory of the devices until `wake_up`. The engine must be settled.
+
+        0: none. 1: that of KV pages, as `release_kv` does, and that of weights, which go to the host's memory; on CPUs
+        they are there already and stay. 2: both, and the weights are dropped: an update must bring others, and arrays
+        that a caller holds stay.
+        Raises ValueError unless the engine is paused and settled, and the errors of `check`.
+        """
+        self.check(level)
+        self._check_rest()
+        if not level:
+            return
+        self.release_kv()
+        for holder in self._holders:
+            if level == 1:
+                holder.park_weights()
+            else:
+                holder.drop_weights()
+
     def release_kv(self) -> None:
-        """Frees pages and slots. No request may run. It waits for the loads of experts, which are among them."""
+        """Frees the memory of KV pages. Cached prefixes are forgotten, and so is the KV of requests.
+
+        Requests that a pause has kept compute all their tokens again afterwards. It waits for the loads of experts,
+        which go with the pages. Raises ValueError unless the engine is paused and settled, and NotImplementedError
+        where KV pages go elsewhere, too.
+        """
+        self.check(level=1)
+        self._check_rest()
+        for replica in self._replicas:
+            replica.scheduler.preempt_all()
+            replica.forget_prefixes(elsewhere=False)
         for meter, holder in zip(self._meters, self._holders, strict=False):
             if holder.has_pages:
                 meter.take()
@@ -56,14 +104,6 @@ class EngineSleep:
         for holder in self._holders:
             if holder.has_pages:
                 holder.release_pages()
-
-    def release_weights(self, level: int) -> None:
-        """Moves weights to the host's memory (level 1), or drops them (level 2)."""
-        for holder in self._holders:
-            if level == 1:
-                holder.park_weights()
-            else:
-                holder.drop_weights()
 
     def wake_up(self, tags: Iterable[SleepTag] | None) -> bool:
         """Brings back what `tags` name, or everything (None), as far as it exists. Returns whether nothing sleeps.
@@ -79,3 +119,9 @@ class EngineSleep:
             if "kv_cache" in wanted and not holder.has_pages:
                 holder.reset()
         return not self.sleeping
+
+    def _check_rest(self) -> None:
+        if not self.is_paused or any(replica.has_work for replica in self._replicas):
+            raise ValueError(
+                "only an engine that is paused, and has ended its steps, gives memory back: pause it first"
+            )

@@ -256,6 +256,25 @@ class LLM:
         """The name of the weights that the next step computes with: `default` for those of the start, as in vLLM."""
         return self.engine.weight_version.name
 
+    def update_lora(self, lora_request: LoRARequest, tensors: Mapping[str, Any]) -> None:
+        """Replaces the content of an adapter, as a trainer of adapters does between two rounds. Nothing is compiled.
+
+        `tensors` are arrays of NumPy or jax by the names that PEFT gives them in a file, such as
+        `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. The adapter_config.json in `lora_path` tells
+        their ranks and scales. Modules that are not given are no longer adapted.
+
+        Requests that run go on with the old content. New ones get the new one, and find no cached page of the old one.
+        Raises ValueError and NotImplementedError for what is no adapter of this model. Then the old content stays.
+        """
+        self.engine.adapters.update(lora_request, tensors)
+
+    def update_weight_version(self, version: str) -> None:
+        """Gives the weights that the engine has another name, which outputs tell from the next step on.
+
+        Raises ValueError for a name that is no text of 1 to 256 characters.
+        """
+        self.engine.name_weights(version)
+
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         """Stops computing until `resume`, and returns when no step is under way. `generate` raises meanwhile.
 

@@ -33,6 +33,7 @@ from jaxvllm.runtime.multihost.calls import (
     AdmitRare,
     Call,
     Close,
+    DropWeights,
     EmptyAdapters,
     FillAdapter,
     FillSideRows,
@@ -294,17 +295,11 @@ class Runner(PlanRunner):
         self.call(UnparkWeights())
 
     def drop_weights(self) -> None:
-        """Frees the weights, so that `replace_params` must bring others. Arrays that others hold stay.
+        """Frees the weights, so that `replace_params` or `read_params` must bring others. Arrays that others hold stay.
 
         What belongs to a draft model or to adapters stays as well, because nothing replaces it.
-
-        Raises NotImplementedError where other processes have devices of the mesh, which cannot be given others.
         """
-        if self._leader is not None:
-            raise NotImplementedError("weights on devices of several processes cannot be replaced: sleep at level 1")
-        others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
-        own = {name: value for name, value in self._params.items() if name not in others}
-        self._params = parked(own, keeps=False) | others
+        self.call(DropWeights())
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         if self._leader is None:
@@ -337,7 +332,7 @@ class Runner(PlanRunner):
         return self._loads
 
     def memory_use(self) -> MemoryUse:
-        """Returns what this runner takes of each device."""
+        """Returns what this runner takes of each device: nothing for weights and pages that sleep."""
         return MemoryUse(
             weights=_bytes_on_a_device(self._params),
             pages=_bytes_on_a_device(self._kv_pages),
@@ -411,6 +406,10 @@ class Runner(PlanRunner):
             case UnparkWeights():
                 if not self.has_weights and not are_dropped(self._params):
                     self._params = restored(self._params)
+            case DropWeights():
+                others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
+                own = {name: value for name, value in self._params.items() if name not in others}
+                self._params = parked(own, keeps=False) | others
             case FillAdapter(packed, slot):
                 assert self._adapter_fills is not None, "there is no room for adapters"
                 self._fill_adapter(slot, self._adapter_fills.unpacked(packed))
@@ -458,7 +457,8 @@ def _filled_up(array: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np
 
 
 def _bytes_on_a_device(tree: Any) -> int:
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    there = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))  # and not parked
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
 def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:

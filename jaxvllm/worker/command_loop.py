@@ -189,6 +189,8 @@ class CommandLoop:
         outputs = self._engine.outputs
         try:
             answer = wire.CommandAnswer.of(number, command.run(self._engine))
+            for add in self._preparing.take(command.ends):
+                self._end(add)
         except Exception as error:
             if isinstance(error, ValueError | NotImplementedError):
                 answer = failed(number, error)
@@ -200,6 +202,16 @@ class CommandLoop:
                 self._break(error)
         self._send(answer)
 
+    def _end(self, add: wire.Add) -> None:
+        """Ends a request before its grammar is compiled. Its caller is told what those of all others are."""
+        try:
+            self._engine.end(add.request)
+        except BaseException as error:
+            self._refuse(add, error)
+        else:
+            self._serials[add.request.request_id] = add.serial
+            self._send(wire.Accepted(add.serial))
+
     def _abort(self, request_id: str) -> None:
         try:
             self._engine.abort(request_id)
@@ -208,7 +220,7 @@ class CommandLoop:
 
     def _add(self, add: wire.Add) -> None:
         try:
-            grammar = self._engine.prepare(add.request)
+            grammar = self._engine.inputs.prepare(add.request)
         except BaseException as error:
             self._refuse(add, error)
             return
@@ -221,7 +233,7 @@ class CommandLoop:
         request, n = add.request, add.request.params.num_sequences
         schedulers = [replica.scheduler for replica in self._engine.replicas]
         try:
-            self._engine.check_fits(request)
+            self._engine.inputs.check_fits(request)
             self._limits.check(schedulers, n, n * len(request.prompt.token_ids))
             warnings = [] if grammar is None else list(grammar.result().warnings)
             self._engine.submit(request, grammar)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, count
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -126,6 +126,7 @@ class EnginePool(EngineClient):
         self._closing: asyncio.Future[list[None]] | None = None
         self._is_scaling = False
         self._watching: set[asyncio.Task[None]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()  # what engines are told that lasts
         self._failure: asyncio.Future[None] | None = None
         self._members = self._new_members(range(size))
 
@@ -251,10 +252,23 @@ class EnginePool(EngineClient):
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
         if command.forgets_prefixes:
             self._sent = None
-        answers = await asyncio.gather(*(member.llm.ask(command) for member in self._ready()))
-        for member in self._members:  # those that are being started again, too
-            member.llm.questions.remember(cast(AnyCommand, command))
-        return command.joined(answers)
+        if not command.lasts:
+            return command.joined(await _answers(command, [member.llm for member in self._ready()]))
+        # It goes on when the caller leaves: engines that are being started again must hear of what the others do.
+        asked = asyncio.create_task(self._ask_all(command, [member.llm for member in self._ready()]))
+        self._asking.add(asked)
+        asked.add_done_callback(self._asking.discard)
+        return await asyncio.shield(asked)
+
+    async def _ask_all[Reply](self, command: EngineCommand[Reply], ready: Sequence[AsyncLLM]) -> Reply:
+        """Asks the engines that are `ready`, and has all others do the same as soon as each is."""
+        answers = await _answers(command, ready)
+        asked = cast(AnyCommand, command)
+        uninformed = [member.llm for member in self._members if not member.llm.questions.remembers(asked)]
+        for engine in uninformed:  # each that is not ready is told when it is
+            engine.questions.remember(asked)
+        late = [engine for engine in uninformed if engine.state is EngineState.READY]  # since the others were asked
+        return command.joined([*answers, *await _answers(command, late)])
 
     # ---- its size ----
 
@@ -432,6 +446,10 @@ class EnginePool(EngineClient):
             return False
         self._choose(candidates, open_request.request).llm.adopt(open_request)
         return True
+
+
+async def _answers[Reply](command: EngineCommand[Reply], engines: Iterable[AsyncLLM]) -> list[Reply]:
+    return await asyncio.gather(*(engine.ask(command) for engine in engines))
 
 
 async def _first(works: Iterable[Awaitable[None]]) -> None:

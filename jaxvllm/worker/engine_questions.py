@@ -66,18 +66,29 @@ class EngineQuestions:
     def remember(self, command: AnyCommand) -> None:
         """Has a process that is started again told this, if the command lasts."""
         if command.lasts:
+            self.lasting.pop(type(command).__name__, None)  # so that they come in the order in which they were done
             self.lasting[type(command).__name__] = command
 
+    def remembers(self, command: AnyCommand) -> bool:
+        """Returns whether this very command is what a process that is started again is told."""
+        return self.lasting.get(type(command).__name__) is command
+
     def answer(self, answer: wire.CommandAnswer) -> None:
-        """Gives an answer to the caller who waits for it, unless the caller has left."""
+        """Gives an answer to the caller who waits for it, unless the caller has left.
+
+        What the engine has done lasts all the same.
+        """
         command, answered = self._open.pop(answer.number, (None, None))
-        if command is None or answered is None or answered.done():
+        if command is None or answered is None:
+            return
+        if answer.kind is None:
+            self.remember(command)
+        if answered.done():
             return
         if answer.kind is not None:
             answered.set_exception(_ERRORS[answer.kind](answer.reason))
-            return
-        self.remember(command)
-        answered.set_result(msgspec.msgpack.decode(answer.answer, type=command.answers))
+        else:
+            answered.set_result(msgspec.msgpack.decode(answer.answer, type=command.answers))
 
     def fail(self, error: RuntimeError) -> None:
         """Fails all that was asked, because the engine has ended."""

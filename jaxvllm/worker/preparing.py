@@ -1,6 +1,7 @@
 """`Preparing`: the requests that wait for their grammars, and what wakes the loop when one is compiled."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -33,6 +34,10 @@ class Preparing:
         """Forgets a request and returns it, or None if it does not wait."""
         found = self._waiting.pop(request_id, None)
         return None if found is None else found[0]
+
+    def take(self, wanted: Callable[[str], bool]) -> list[wire.Add]:
+        """Forgets and returns the requests whose ids are `wanted`."""
+        return [self._waiting.pop(name)[0] for name in [*self._waiting] if wanted(name)]
 
     def take_ready(self) -> list[tuple[wire.Add, Future[Any]]]:
         """Forgets and returns the requests whose grammars are done, with these, in the order in which they came."""

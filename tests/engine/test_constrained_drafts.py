@@ -115,8 +115,8 @@ def thinking(llm: LLM, marks: ReasoningFormat | None) -> Iterator[None]:
     assert engine.tokenizer is not None
     constraints = RequestConstraints(engine.tokenizer, engine.vocab_size, engine.eos_token_ids, marks, lenient=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_constraints", constraints)
-        patch.setattr(engine, "_rules", replace(engine._rules, has_reasoning=True))
+        patch.setattr(engine.inputs, "constraints", constraints)
+        patch.setattr(engine.inputs, "rules", replace(engine.inputs.rules, has_reasoning=True))
         yield
     constraints.close()
 
@@ -149,7 +149,7 @@ def assert_valid(params: Sequence[SamplingParams], answers: Answers, end: str | 
 @pytest.fixture(scope="module")
 def plain(shared_llm: LLM) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_llm.engine, "_masks_commute", False)
+        patch.setattr(shared_llm.engine.inputs, "_masks_commute", False)
         yield shared_llm
 
 
@@ -240,7 +240,7 @@ def test_masks_preemptions_and_aborts_beside_drafts_change_nothing(
     with few_pages(drafted, 14):
         assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
     assert drafted.engine.stats().num_preemptions > before
-    monkeypatch.setattr(drafted.engine, "_masks_commute", False)
+    monkeypatch.setattr(drafted.engine.inputs, "_masks_commute", False)
     assert_equal(complete(drafted, PROMPTS, PARAMS), answers)
 
 

@@ -147,7 +147,7 @@ def constrained_answers() -> constrained.Answers:
     """The answers of the demo model in grammars, and then those after its reasoning."""
     with pytest.MonkeyPatch.context() as patch, LLM("demo", dtype="float32", **FEW) as llm:
         patch.setattr(BurstPace, "width", lambda self, num_rows, most: 1)
-        llm.engine._masks_commute = False
+        llm.engine.inputs._masks_commute = False
         answers = constrained.complete(llm, NUMBERED, constrained.PARAMS)
         constrained.assert_valid(constrained.PARAMS, answers)
         with constrained.thinking(llm, TOOLS):

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from jaxvllm.models.lora import MOST_MASKED
@@ -178,6 +180,55 @@ def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]
         [base] = greedy_tokens(llm, PROMPTS[:1])
         [adapted] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
     assert len(adapted.outputs[0].token_ids) == len(base) and adapted.outputs[0].token_ids != base
+
+
+def test_a_trainer_replaces_the_content_of_an_adapter(
+    llm: LLM, paths: list[Path], compilations: Callable[[], AbstractContextManager[Compilations]]
+) -> None:
+    """Requests that run go on with the old content, and no page of it is found by later ones."""
+    one, other = (LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in (1, 3))
+
+    def tokens(request: LoRARequest) -> tuple[list[int], int]:
+        [output] = llm.generate(PROMPTS[6:7], GREEDY, use_tqdm=False, lora_request=request)
+        return output.outputs[0].token_ids, output.num_cached_tokens
+
+    (before, _), (wanted, _), (_, num_cached) = tokens(one), tokens(other), tokens(one)
+    assert before != wanted and num_cached > 0
+    given = {
+        name: jax.numpy.asarray(array) for name, array in load_file(paths[2] / "adapter_model.safetensors").items()
+    }
+    live = LoRARequest("live", 20, str(paths[2]))  # which has the config of the tensors
+    llm.update_lora(live, load_file(paths[2] / "adapter_model.safetensors"))
+    assert tokens(live)[0] == wanted
+    zeros = {name: 0 * array for name, array in given.items()}
+    engine = llm.engine
+    engine.submit(engine.check("runs", PROMPTS[6], GREEDY, lora_request=live))
+    engine.step()
+    with compilations() as seen:
+        llm.update_lora(live, zeros)
+        engine.submit(engine.check("new", PROMPTS[6], GREEDY, lora_request=live))
+        ended = {output.request_id: output for _ in iter(lambda: engine.has_work, False) for output in engine.step()}
+        assert ended["runs"].outputs[0].token_ids == wanted
+        assert ended["new"].outputs[0].token_ids == greedy_tokens(llm, PROMPTS[6:7])[0]
+        assert ended["new"].num_cached_tokens == 0
+        for number in (1, 2, 3):  # more adapters than host memory keeps
+            tokens(LoRARequest(f"adapter {number}", number, str(paths[number - 1])))
+        assert tokens(live)[0] == ended["new"].outputs[0].token_ids != wanted
+    assert seen.count == 0, seen.names
+    [(name, array), *_] = given.items()
+    for wrong, message in (
+        ({name: array}, "the given tensors of the adapter 'live'.* needs both"),
+        (given | {name: array[:1]}, "shape"),
+        (given | {name: 5}, "must be arrays by their names"),
+        (given | {"other": array}, "unexpected tensor other"),
+        ({}, "has no tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.update_lora(live, wrong)
+    assert tokens(live)[0] == ended["new"].outputs[0].token_ids
+    engine.adapters.unload(20)
+    assert tokens(live)[0] == wanted  # the number names the directory again
+    assert_idle(llm)
 
 
 def test_an_adapter_that_was_changed_shares_no_page_with_what_it_was(

@@ -75,7 +75,7 @@ class Answer:
 
 
 def answers(llm: LLM) -> list[Answer]:
-    llm.engine._seeds.seed(0)  # as in a new engine
+    llm.engine.inputs._seeds.seed(0)  # as in a new engine
     llm.reset_prefix_cache()
     outputs = llm.generate(PROMPTS, WAYS, use_tqdm=False)
     searched = llm.beam_search(PROMPTS[:2], BeamSearchParams(3, 10))

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from jaxvllm import LLM
 from jaxvllm.core.sampling_params import RequestOutputKind
@@ -19,7 +19,8 @@ from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.outputs import CompletionOutput
 from jaxvllm.models.forms import Matrix
 from tests.conftest import Compilations
-from tests.engine.tiny import GREEDY, Recomputation, assert_idle, greedy_tokens, one_program, tiny_llm
+from tests.engine.live_driver import LiveDriver, MixedWeights, weights_of
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, tiny_llm
 from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 
@@ -33,12 +34,17 @@ LONG = [FIXTURE.prompts[6]]  # of several pages
 @pytest.fixture(scope="module", params=["1x1", "2x2x2"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = FIXTURE.write_checkpoint(tmp_path_factory.mktemp("first"))
+    few = dict(num_pages=25)  # for eight requests: some are preempted
     if request.param == "1x1":
-        with tiny_llm(directory) as llm:
+        with one_program(), tiny_llm(directory, **few) as llm:
             yield llm
         return
     # Both replicas have the same programs.
-    with one_program(), same_programs_once(), tiny_llm(directory, mesh=request.param, compilation_cache=None) as llm:
+    with (
+        one_program(),
+        same_programs_once(),
+        tiny_llm(directory, mesh=request.param, compilation_cache=None, **few) as llm,
+    ):
         yield llm
 
 
@@ -130,51 +136,49 @@ def test_in_the_middle_of_a_request(llm: LLM, expected: dict[int, list[list[int]
 HEAD = "lm_head.weight"
 
 
-def test_tokens_are_explained_by_the_versions_that_they_report(llm: LLM, tmp_path: Path) -> None:
-    """Updates, aborts and streams at random: each request ends once, and each token is its version's best one."""
+NUM_STREAMS = 60
+
+
+def test_whatever_comes_at_random_tokens_are_explained_by_the_versions_that_they_report(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Updates, pauses, sleeps, aborts and 60 streams: each ends once, and each token is its version's best one.
+
+    The oracle computes the keys and values of each position with the weights that the engine had then.
+    """
     whole = {"first": FIXTURE.weights(), "other": OTHER.weights()}
-    # A new head has no part in keys and values, so those that are kept are those of the new weights.
-    whole |= {f"{name}-turned": tensors | {HEAD: -tensors[HEAD]} for name, tensors in whole.items()}
-    llm.update_weights(whole["first"], "first")
-    random = np.random.default_rng(len(llm.config.mesh))
-    prompts = {str(n): random.integers(2, 131, random.integers(1, 60)).tolist() for n in range(30)}
-    waiting, ended = list(prompts), dict[str, CompletionOutput]()
-    while waiting or llm.engine.has_work:
-        if waiting and random.random() < 0.7:
-            kind = (RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY)[int(random.integers(2))]
-            params = replace(GREEDY, max_tokens=int(random.integers(1, 25)), output_kind=kind)
-            llm.engine.submit(llm.engine.check(waiting[0], prompts[waiting.pop(0)], params))
-        outputs = llm.engine.step()
-        if random.random() < 0.05 and (left := set(prompts) - set(waiting) - set(ended)):
-            outputs += filter(None, [llm.engine.abort(min(left))])
-        for output in filter(lambda output: output.finished, outputs):
-            assert output.request_id not in ended
-            ended[output.request_id] = output.outputs[0]
-        now = llm.weight_version
-        if random.random() < 0.3:
-            turned = now.removesuffix("-turned") if now.endswith("-turned") else f"{now}-turned"
-            llm.update_weights({HEAD: whole[turned][HEAD]}, turned, kv="keep", partial=True)
-        elif random.random() < 0.1:
-            new = {"first": "other", "other": "first"}[now.removesuffix("-turned")]
-            llm.update_weights(whole[new], new)
-    assert ended.keys() == prompts.keys()
-    assert_idle(llm)
-    oracle = Recomputation(FIXTURE.write_checkpoint(tmp_path))
-    seen = set()
+    whole["turned"] = whole["first"] | {HEAD: -whole["first"][HEAD]}
+    trees = {}
     for name, tensors in whole.items():
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
-        oracle.take(tmp_path / name)
-        for number, output in ended.items():
-            best = oracle.logits(prompts[number], output.token_ids).argmax(-1).tolist()
-            for version, start, end in versions(output):
-                if version == name:
-                    assert output.token_ids[start:end] == best[start:end], (number, versions(output))
-                    seen.add(version)
-    for output in ended.values():
-        covered = [place for _, start, end in versions(output) for place in range(start, end)]
-        assert covered == [*range(len(output.token_ids))]
-    assert seen == whole.keys() and any(len(versions(output)) > 2 for output in ended.values())
+        llm.update_weights(tensors)
+        trees[name] = llm.weights
+    for holder in llm.engine.holders:
+        monkeypatch.setattr(holder, "_is_on_host", False)  # so that a sleep moves weights
+    oracle, done, seen = MixedWeights(FIXTURE.write_checkpoint(tmp_path), whole), set[str](), set[str]()
+    num_replicas = len(llm.engine.replicas)
+    most_spans = num_mixed = 0
+    for seed in (1, 2) if num_replicas == 1 else (3,):
+        with monkeypatch.context() as patch:
+            driver = LiveDriver(llm, trees, NUM_STREAMS, seed)
+            driver.run(patch)
+        assert driver.ended.keys() == driver.prompts.keys() and len(driver.ended) == NUM_STREAMS
+        assert_idle(llm)
+        for name, output in driver.ended.items():
+            prompt, tokens = driver.prompts[name], output.token_ids
+            spans = [(version, place) for version, start, end in versions(output) for place in range(start, end)]
+            assert [place for _, place in spans] == [*range(len(tokens))]
+            replayed = driver.written.replay(name, [*prompt, *tokens], oracle)
+            told = {place + len(prompt): (version, tokens[place]) for version, place in spans}
+            assert told.items() <= replayed.items(), (seed, name)
+            seen |= {weights_of(version) for version, _ in spans}
+            most_spans = max(most_spans, len(versions(output)))
+            num_mixed += driver.written.is_mixed(name)
+        done |= driver.done.keys()
+    if num_replicas == 1:  # of several, what is ready first decides what comes next
+        assert seen == whole.keys() and most_spans > 3
+        assert num_mixed > 10, "few requests went on with keys and values of other weights"
+        wanted = "abort,update drop,update keep,update head,pause abort,pause wait,pause keep,resume,sleep 1,sleep 2"
+        assert done >= {*wanted.split(","), "wake pages", "wake up", "release pages"}
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["streams", "at the end"])
@@ -315,24 +319,50 @@ def test_weights_that_sleep_come_back_whole(llm: LLM, expected: dict[int, list[l
             llm.sleep(level=2)
 
 
+def test_weights_get_another_name_and_nothing_else_changes(llm: LLM) -> None:
+    llm.update_weights(FIXTURE.weights(), "first")
+    [expected], before = greedy_tokens(llm, LONG), llm.engine.stats().num_preemptions
+    running(llm, "named", LONG[0])
+    llm.update_weight_version("second")
+    with pytest.raises(ValueError, match="version must be a text of 1 to 256 characters"):
+        llm.update_weight_version("")
+    output = completed(llm)["named"]
+    [(_, _, split), _] = versions(output)
+    assert versions(output) == [("first", 0, split), ("second", split, len(expected))]
+    assert output.token_ids == expected and llm.engine.stats().num_preemptions == before
+    assert_idle(llm)
+
+
 def test_two_hundred_updates_leave_nothing_behind_and_compile_nothing(
     llm: LLM, compilations: Callable[[], AbstractContextManager[Compilations]]
 ) -> None:
     trees = [llm.weights, jax.tree.map(lambda array: array + 0, llm.weights)]
     llm.update_weights(trees[1])
     greedy_tokens(llm, PROMPTS, 2)
+
+    def update(count: int) -> tuple[int, int]:
+        """Updates while a request runs. Returns how many arrays there are then, and how many objects of Python."""
+        for number in range(count):
+            if number % 50 == 0:
+                greedy_tokens(llm, PROMPTS, 2)
+                running(llm, f"{count}-{number}", PROMPTS[0])
+            llm.update_weights(trees[number % 2], kv=("drop", "keep")[number // 2 % 2])
+            for given, held in zip(jax.tree.leaves(trees[number % 2]), jax.tree.leaves(llm.weights), strict=True):
+                assert given is held or llm.config.mesh != "1x1"  # the second replica has copies
+            if number % 50 == 25:
+                completed(llm)
+        gc.collect()
+        return len(jax.live_arrays()), len(gc.get_objects())
+
     gc.collect()
     before = len(jax.live_arrays())
     with compilations() as seen:
-        for number in range(200):
-            llm.update_weights(trees[number % 2])
-            for given, held in zip(jax.tree.leaves(trees[number % 2]), jax.tree.leaves(llm.weights), strict=True):
-                assert given is held or llm.config.mesh != "1x1"  # the second replica has copies
-            if number % 50 == 0:
-                greedy_tokens(llm, PROMPTS, 2)
+        num_arrays, num_objects = update(100)
+        more_arrays, more_objects = update(100)
     assert seen.count == 0, seen.names
-    gc.collect()
-    assert len(jax.live_arrays()) <= before
+    assert num_arrays <= before and more_arrays <= before
+    assert more_objects - num_objects < 100, "each update left something"
+    assert_idle(llm)
 
 
 def without(weights: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
@@ -395,8 +425,8 @@ def test_pages_that_leave_an_engine_have_the_name_of_its_weights(tmp_path: Path)
         return output.num_cached_tokens
 
     with tiny_llm(directory, kv_transfer_config=kept) as one, tiny_llm(directory, kv_transfer_config=kept) as two:
-        one.engine._page_format().fingerprint  # noqa: B018  # waits until the weights are named
-        two.engine._page_format().fingerprint  # noqa: B018
+        one.engine._moves._page_format().fingerprint  # noqa: B018  # waits until the weights are named
+        two.engine._moves._page_format().fingerprint  # noqa: B018
         assert num_cached(one) == 0
         full = num_cached(one)
         assert full > 0 and num_cached(two) == full

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,20 @@ def test_an_abort_ends_all_that_run_and_wait_once(awake: LLM) -> None:
     assert tokens_of(run(engine)) == expected
 
 
+def test_a_request_that_was_never_queued_ends_like_the_others(awake: LLM) -> None:
+    """Its grammar still compiles when a pause ends all."""
+    engine = awake.engine
+    one = engine.check("early", list(PROMPTS[0]), replace(GREEDY, n=2))
+    engine.submit(one)
+    with pytest.raises(ValueError, match="request id 'early' is in use"):
+        engine.end(one)
+    assert engine.abort("early") is not None
+    engine.end(one)
+    ended = run(engine)["early"]
+    assert [(c.token_ids, c.finish_reason) for c in ended.outputs] == [([], "abort")] * 2
+    assert_idle(awake)
+
+
 def test_a_pause_waits_for_those_that_have_begun(awake: LLM) -> None:
     expected, engine = greedy_tokens(awake, PROMPTS), awake.engine
     submit(engine)
@@ -151,6 +166,7 @@ def test_a_sleep_gives_memory_back(
         awake.sleep(1, mode="keep")
         assert engine.sleeping == (("kv_cache",) if is_on_host else ("weights", "kv_cache"))
         assert holder.memory_use().pages == 0
+        assert (holder.memory_use().weights > 0) == is_on_host
         with pytest.raises(ValueError, match="so no request can end by itself: call wake_up"):
             awake.pause("wait")
         if not is_on_host:

@@ -165,7 +165,7 @@ def test_side_inputs_in_the_middle_of_tokens(llm: LLM) -> None:
         placed[side.first : side.end] = 0
     for number in range(2):
         request = GenerationRequest(f"middle-{number}", Prompt(None, placed, None, sides), SHORT)
-        llm.engine._rules.check(request)
+        llm.engine.inputs.rules.check(request)
         llm.engine.submit(request)
         while llm.engine.has_work:
             outputs = llm.engine.step()

@@ -229,7 +229,7 @@ def test_guesses_change_no_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     prompts = ["As JSON: "] * len(cases)
     guessed = generate(llm, prompts, asked)
-    monkeypatch.setattr(llm.engine, "_masks_commute", False)
+    monkeypatch.setattr(llm.engine.inputs, "_masks_commute", False)
     masked = generate(llm, prompts, asked)
     assert tokens(guessed) == tokens(masked)
     assert [one.outputs[0].finish_reason for one in guessed] == [one.outputs[0].finish_reason for one in masked]
@@ -265,7 +265,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(
         def advance(self, token_ids: Any) -> None:
             raise RuntimeError("a limit was met")
 
-    make = llm.engine._constraints
+    make = llm.engine.inputs.constraints
     assert make is not None
     for broken in (Broken, AlsoBroken):
         with monkeypatch.context() as patch:
@@ -307,12 +307,12 @@ def test_the_answer_behind_the_reasoning_has_its_form(demo: LLM) -> None:
     engine = demo.engine
     assert engine.tokenizer is not None
     marks = ReasoningFormat("<tool_call>", "</tool_call>", is_open=True)
-    before, engine._constraints = (
-        engine._constraints,
+    before, engine.inputs.constraints = (
+        engine.inputs.constraints,
         RequestConstraints(engine.tokenizer, engine.vocab_size, engine.eos_token_ids, marks, lenient=False),
     )
-    rules = engine._rules
-    engine._rules = replace(rules, has_reasoning=True)
+    rules = engine.inputs.rules
+    engine.inputs.rules = replace(rules, has_reasoning=True)
     try:
         choice = StructuredOutputsParams(choice=("yes", "no"))
         asked = SamplingParams(
@@ -324,8 +324,8 @@ def test_the_answer_behind_the_reasoning_has_its_form(demo: LLM) -> None:
             assert completion.token_ids.index(2047) == budget
             assert engine.tokenizer.decode(completion.token_ids[budget + 1 :]) in ("yes", "no")
     finally:
-        assert engine._constraints is not None
-        engine._constraints.close()
-        engine._constraints, engine._rules = before, rules
+        assert engine.inputs.constraints is not None
+        engine.inputs.constraints.close()
+        engine.inputs.constraints, engine.inputs.rules = before, rules
     with pytest.raises(ParameterError, match="reasoning-parser"):
         generate(demo, ["x"], SamplingParams(thinking_token_budget=3))

@@ -23,6 +23,8 @@ from sharding.placement import make_mesh
 from sharding.rules import DATA, MODEL
 from sharding.whole_mesh import WholeMesh
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 8, 16
 TOKENS = 5  # of each replica, which no two devices can share out evenly
 MESHES = ("2x1", "2x2", "4x2")

@@ -20,6 +20,8 @@ from sharding.mesh import MeshShape
 from sharding.placement import make_mesh
 from tests.models.fixture import NAMES, Fixture
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 # Tokens beyond those that a layer's embedding knows share one row of it, and which one was changed nobody can tell.
 REFUSED = ("gemma3n",)
 

@@ -22,6 +22,8 @@ from tests.models.changed import in_windows
 from tests.models.dense import dense_attend
 from tests.models.test_spread import DEMO
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 def windowed(*windows: int | None) -> ModelSpec:
     return in_windows(DEMO, *windows)

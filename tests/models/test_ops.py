@@ -8,6 +8,8 @@ import pytest
 from jaxvllm.models.ops import OneOf, project, project_heads
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 @pytest.mark.parametrize("equation", ["thc,hcl->thl", "thl,hcl->thc"])
 def test_heads_in_16_bits_on_a_cpu(equation: str) -> None:

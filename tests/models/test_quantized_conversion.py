@@ -24,6 +24,8 @@ from tests.models.fixture import Fixture
 from tests.models.published.test_stored_bits import decoded, kept
 from tests.models.published.written import resized
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 def in_groups(name: str) -> Fixture:
     """The fixture with matrices whose inputs 32 divides."""

@@ -1,6 +1,6 @@
 """What every backend of ragged paged attention must do, against a dense float64 oracle, NaN in all that no row owns.
 
-A test file a backend makes its class from `AttentionSuite`, so that they run side by side.
+A test file a backend makes its class from one of the suites, so that they run side by side.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,6 @@ class AttentionSuite:
     backend: str
     cases: ClassVar[Sequence[RaggedCase]] = (*CASES, *BY_TOKEN)
     bfloat16_cases: ClassVar[Sequence[str]] = ("decode-mqa", "mixed-any-order")  # with decoding, drafts and a prompt
-    scanned: ClassVar[RaggedCase] = MIXED
     outputs: ClassVar[dict[tuple[str, str], bytes]] = {}  # of a backend's first run of a case
 
     @classmethod
@@ -217,10 +216,23 @@ class AttentionSuite:
         assert call.error(out) < call.tolerance
         np.testing.assert_array_equal(pages[:, 1:], call.written[:, 1:])
 
+    def test_pages_struct_is_what_the_call_takes(self) -> None:
+        call = make_call(DECODE, backend=BACKENDS[self.backend])
+        size, dtype = DECODE.head_size, jnp.dtype(jnp.float32)
+        struct = kv_pages_struct(LAYERS, call.pages.shape[1], DECODE.page_size, 2, size, dtype, BACKENDS[self.backend])
+        assert (struct.shape, struct.dtype) == (call.pages.shape, call.pages.dtype)
+
+
+class CompiledSuite(AttentionSuite):
+    """The tests of a kernel that is compiled quickly.
+
+    To a call, the layer and the window are data. Scans over layers with the other kernels are compiled by the real
+    compilers in test_deviceless.py, and run, interpreted, within models in tests/engine/test_attention_backends.py.
+    """
+
     def test_inside_a_scan_over_layers(self) -> None:
-        case = self.scanned
+        case, call = MIXED, self.call(MIXED)
         windows = [NO_WINDOW, case.window, 7]
-        call = self.call(case)
 
         @partial(jax.jit, donate_argnums=3)
         def scan(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, rows: RaggedRows) -> Any:
@@ -241,26 +253,25 @@ class AttentionSuite:
             np.testing.assert_array_equal(pages[layer, 1:], alone[layer, 1:])
             assert not np.array_equal(alone[layer, 1:], call.pages[layer, 1:], equal_nan=True), "nothing was written"
 
-    def test_pages_struct_is_what_the_call_takes(self) -> None:
-        call = make_call(DECODE, backend=BACKENDS[self.backend])
-        size, dtype = DECODE.head_size, jnp.dtype(jnp.float32)
-        struct = kv_pages_struct(LAYERS, call.pages.shape[1], DECODE.page_size, 2, size, dtype, BACKENDS[self.backend])
-        assert (struct.shape, struct.dtype) == (call.pages.shape, call.pages.dtype)
-
 
 # Several tiles of one prompt, in the program of another case: its row that decodes makes the page table as wide.
 MQA = next(case for case in CASES if case.name == "mixed-mqa")
 WHOLE = replace(MQA, name="prefill-whole", rows=(MQA.rows[1], RowCase(200, 200), *[EMPTY] * (len(MQA.rows) - 2)))
 
 
+# Rows that decode read FP8 in "mixed-fp8", too, and the decode form has bytes in "decode-int8". Those of "mixed-slopes"
+# have slopes, and those of "mixed-int8-by-token" scales of tokens.
+ALIKE = ("decode-fp8", "decode-slopes", "decode-fp8-by-token")
+
+
 def interpreted(*dropped: str) -> Sequence[RaggedCase]:
     """CASES for a kernel that is interpreted, without those `dropped`: a program takes five seconds of the CPU."""
-    assert {*dropped} < {case.name for case in CASES}
-    return [WHOLE if case.name == WHOLE.name else case for case in (*CASES, *BY_TOKEN) if case.name not in dropped]
+    cases = {case.name: case for case in (*CASES, *BY_TOKEN)}
+    assert {*ALIKE, *dropped} < cases.keys()
+    return [WHOLE if name == WHOLE.name else cases[name] for name in cases if name not in (*ALIKE, *dropped)]
 
 
 class InterpretedSuite(AttentionSuite):
     """The tests of a kernel that is interpreted, of fewer programs than a kernel that is compiled quickly."""
 
     bfloat16_cases = ("mixed-any-order",)  # the decode form: in the file of what only this kernel has
-    scanned = DECODE  # to a call in either form, the layer and the window are data

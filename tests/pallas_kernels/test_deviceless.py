@@ -206,6 +206,7 @@ def test_a_copy_to_vmem_is_found() -> None:
 
 
 # A small set of what `make aot` compiles, for the compilers that differ most. The kernels for a chip have one process.
+# Where rows alone decode, attention is in the steps below, and in those of tests/planner/test_devices_not_here.py.
 # A burst is decode steps in a loop. On a second chip of a compiler the step is split: what samples is compiled for the
 # first one.
 @pytest.mark.slow
@@ -216,7 +217,6 @@ def test_a_copy_to_vmem_is_found() -> None:
         (
             "v5e",
             [
-                "attention/decode-gqa/tpu",
                 "attention/mixed-sinks/tpu",
                 "quantized/qwen3-8b-gate-up-int4-decode-16/tpu",
                 "states/qwen3-next-mixed-512/tpu",
@@ -242,7 +242,6 @@ def test_a_copy_to_vmem_is_found() -> None:
         (
             "h200",
             [
-                "attention/decode-gqa/gpu",
                 "attention/mixed-sinks/gpu",
                 "attention/prefill-2048-heads-int8/gpu",
                 "attention/decode-64x4096-latent-fp8/gpu",

@@ -17,7 +17,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase, RowCase
 from tests.pallas_kernels.attention_call import LAYER, Call, make_call
-from tests.pallas_kernels.attention_suite import DECODE, MIXED, AttentionSuite, run
+from tests.pallas_kernels.attention_suite import DECODE, MIXED, CompiledSuite, run
 
 
 def swap_k_and_v(call: Call) -> Call:
@@ -38,7 +38,7 @@ def swap_pages_of_the_first_row(call: Call) -> Call:
     return replace(call, table=table)
 
 
-class TestReference(AttentionSuite):
+class TestReference(CompiledSuite):
     """The cases, and that a mistake in them would be seen.
 
     What is compared, with what and how is the same for all kernels that compute in a dtype, so interpreters, which

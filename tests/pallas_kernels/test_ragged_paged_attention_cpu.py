@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
-from tests.pallas_kernels.attention_suite import LONG_MIXED, MIXED, AttentionSuite, run
+from tests.pallas_kernels.attention_suite import LONG_MIXED, MIXED, CompiledSuite, run
 
 
-class CpuSuite(AttentionSuite):
+class CpuSuite(CompiledSuite):
     """What only this kernel promises."""
 
     @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])

@@ -8,9 +8,8 @@ from tests.pallas_kernels.attention_suite import BY_TOKEN, InterpretedSuite, int
 
 class TestGpu(InterpretedSuite):
     backend = "gpu"
-    # Rows that decode read this dtype in "mixed-fp8", too, as prompts with sinks do, and the decode form has bytes in
-    # "decode-int8". Pages of 64 tokens: `test_gpu`.
-    cases = interpreted("decode-fp8", "mixed-sinks")
+    # Prompts with sinks read FP8 in "mixed-fp8". Pages of 64 tokens: `test_gpu`.
+    cases = interpreted("mixed-sinks")
 
     def test_float16_has_small_weights_times_scales_of_tokens(self) -> None:
         # A weight of 1e-5 times a scale of 0.02 would be three of float16's smallest steps.

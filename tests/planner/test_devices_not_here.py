@@ -49,9 +49,9 @@ GEMMA_LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len"
 # On two devices the vocabulary is too large for a TPU's VMEM.
 GEMMA_MESHES = {"v5e": "1x2", "h200": "1x1"}
 
-# On a GPU the step with prompts is Gemma's alone. Its collectives would be those of the TPU's: the same passes of XLA
-# divide a program among devices for both, which the decode steps show.
-LLAMA_STEPS = {"v5e": ("largest", "decode"), "h200": ("decode",)}
+# On a GPU the step with prompts is Gemma's alone, and on a TPU the decode step is that of other models in
+# test_deviceless.py. The same passes of XLA divide a program among devices for both.
+LLAMA_STEP = {"v5e": "largest", "h200": "decode"}
 
 # What the planner's process does, but for the program that samples after a step with prompts: the decode step has the
 # same inside. All that the command compiles for a TPU is compiled by the notebook meshes_and_planner (test_colab.py).
@@ -87,7 +87,7 @@ def compiled(request: pytest.FixtureRequest) -> list[Compiled]:
     """A Llama and a Gemma on one kind of device. Both are compiled in one process, which starts once."""
     device = str(request.param)
     jobs = [
-        (LLAMA_STEPS[device], deployment("Llama-3.1-8B", device, **LLAMA)),
+        ((LLAMA_STEP[device],), deployment("Llama-3.1-8B", device, **LLAMA)),
         (("largest",), deployment(GEMMA, device, mesh=GEMMA_MESHES[device], **GEMMA_LIMITS)),
     ]
     lines = "\n".join(json.dumps([names, job.to_json()]) for names, job in jobs)
@@ -103,27 +103,27 @@ def compiled(request: pytest.FixtureRequest) -> list[Compiled]:
 @pytest.mark.slow
 def test_llama_8b_on_eight(compiled: list[Compiled], monkeypatch: pytest.MonkeyPatch) -> None:
     llama, _ = compiled
-    share, pool_bytes, decode = llama.deployment.share, llama.pool_bytes, llama.steps["decode"]
-    findings = Findings(llama.steps.get("largest", decode), decode, pool_bytes, versions={})
+    share, pool_bytes = llama.deployment.share, llama.pool_bytes
+    [(name, step)] = llama.steps.items()
+    findings = Findings(step, step, pool_bytes, versions={})
     monkeypatch.setattr(capacity_plan, "compile_in_child", lambda _: findings)
     planned = make_plan(Question("Llama-3.1-8B", llama.deployment, 0.9, 4096, 2048))
     assert isinstance(planned, CapacityPlan)
     assert planned.fits
     assert planned.memory.weights == share.weight_bytes
-    assert llama.steps.keys() == set(LLAMA_STEPS[llama.device])
-    for name, step in llama.steps.items():
-        assert step.step_bytes - spare_bytes(llama.device) < share.smallest_matrix_bytes < pool_bytes // 1000
-        # Nor is there a copy in a TPU's VMEM, which temporaries do not count. The largest array there is one of logits:
-        # 64 tokens over a device's eighth of the vocabulary, 3.9 MiB.
-        assert step.vmem_array_bytes < share.smallest_matrix_bytes
-        # What goes in is what the planner counts; the compiler adds a little to align.
-        counted = share.weight_bytes + planned.memory.state + pool_bytes
-        assert 0 <= step.argument_bytes - counted < 2 * 2**20
-        always = [(c.kind, c.count, c.num_bytes) for c in step.collectives if not c.conditional]
-        reduced = ("all-reduce", 2 * 32 + 1, step.num_tokens * 4096 * 2)  # two a layer and the embedding's, in bfloat16
-        best = ("all-gather", 1, 8 * 2 * step.num_rows * 4)  # the best token of each device, where a step samples
-        assert always == [reduced, *([best] if name == "decode" else [])]
-    assert sum(step.seconds for step in llama.steps.values()) < 120
+    assert name == LLAMA_STEP[llama.device]
+    assert step.step_bytes - spare_bytes(llama.device) < share.smallest_matrix_bytes < pool_bytes // 1000
+    # Nor is there a copy in a TPU's VMEM, which temporaries do not count. The largest array there is one of logits:
+    # 64 tokens over a device's eighth of the vocabulary, 3.9 MiB.
+    assert step.vmem_array_bytes < share.smallest_matrix_bytes
+    # What goes in is what the planner counts; the compiler adds a little to align.
+    counted = share.weight_bytes + planned.memory.state + pool_bytes
+    assert 0 <= step.argument_bytes - counted < 2 * 2**20
+    always = [(c.kind, c.count, c.num_bytes) for c in step.collectives if not c.conditional]
+    reduced = ("all-reduce", 2 * 32 + 1, step.num_tokens * 4096 * 2)  # two a layer and the embedding's, in bfloat16
+    best = ("all-gather", 1, 8 * 2 * step.num_rows * 4)  # the best token of each device, where a step samples
+    assert always == [reduced, *([best] if name == "decode" else [])]
+    assert step.seconds < 120
 
 
 @pytest.mark.slow

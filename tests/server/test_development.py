@@ -163,7 +163,7 @@ def frozen(server: Any) -> Iterator[Callable[[], None]]:
 
 
 def test_pauses_are_off_by_default(server):
-    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory"):
+    for path in ("/pause", "/resume", "/sleep", "/wake_up", "/release_kv_cache_memory", "/abort_requests"):
         assert server.client.post(path).status_code == 404
     assert server.client.get("/is_paused").status_code == 404
     assert server.client.get("/is_sleeping").json() == {"is_sleeping": False}
@@ -212,6 +212,38 @@ def test_an_aborted_answer_says_so_and_others_wait(server, frozen):
     assert server.portal.call(wake).finished
     assert server.ask(DEVELOPMENT, "/wake_up?tags=other").status_code == 400
     assert server.ask(DEVELOPMENT, "/sleep?level=3").status_code == 400
+
+
+@pytest.mark.parametrize("asked", ["the id", "all", "another"])
+def test_requests_are_aborted_by_the_id_of_their_answer(server, frozen, asked):
+    expected = server.answer("/v1/completions", **LONG)["choices"][0]["text"]
+    body, named = LONG | {"stream": True}, {"x-request-id": "one"}
+    with server.client.stream("POST", "/v1/completions", json=body, headers=named) as response:
+        lines = response.iter_lines()
+        events = [next(lines)]
+        frozen()
+        given = json.loads(events[0][6:])["id"]
+        ids = {"the id": [given, "unknown"], "all": [], "another": [f"{given}-other", given[:-1]]}[asked]
+        answer = server.ask(DEVELOPMENT, "/abort_requests", request_ids=ids).json()
+        assert server.ask(DEVELOPMENT, "/resume").status_code == 200
+        events += lines
+    last = [json.loads(line[6:]) for line in events if line.startswith("data: {")][-1]["choices"][0]
+    is_ended = asked != "another"
+    assert answer == {"status": "aborted", "aborted": int(is_ended)}
+    assert last["finish_reason"] == ("abort" if is_ended else "length")
+    assert expected.startswith(joined(events)) and (joined(events) == expected) != is_ended
+
+
+def test_weights_get_another_name_and_prefixes_stay(server):
+    body = BODY | {"cache_salt": "named"}
+    server.answer("/v1/completions", **body)
+    answer = server.ask(DEVELOPMENT, "/update_weight_version", new_version="step-7")
+    assert answer.json() == {"success": True, "message": "", "new_version": "step-7"}
+    assert server.ask(DEVELOPMENT, "/weight_info", "GET").json() == {"weight_version": "step-7"}
+    assert server.answer("/v1/completions", **body)["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+    assert server.ask(DEVELOPMENT, "/update_weight_version", new_version="").status_code == 400
+    back = {"new_version": "default", "abort_all_requests": True}
+    assert server.ask(DEVELOPMENT, "/update_weight_version", **back).status_code == 200
 
 
 def test_a_pause_waits_for_answers(server, frozen):

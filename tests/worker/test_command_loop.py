@@ -16,13 +16,16 @@ from hypothesis import example, given
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import OverloadedError, ParameterError, UnsupportedParameterError
+from jaxvllm.core.pause import PauseMode
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.request import GenerationRequest, Prompt
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.weight_version import WeightVersionSpan
 from jaxvllm.engine.commands import (
+    AbortRequests,
     CheckSleep,
     EngineRest,
+    NameWeights,
     PutToSleep,
     ReleaseKV,
     ResetPrefixCache,
@@ -93,7 +96,9 @@ def engine(**methods: Any) -> Any:
         prepare=lambda request: None,
         use_pause=lambda: None,
     )
-    return SimpleNamespace(**base | methods)
+    made = SimpleNamespace(**base | methods)
+    made.inputs = made  # it checks requests itself
+    return made
 
 
 def asked(request_id: str, **params: Any) -> GenerationRequest:
@@ -246,6 +251,36 @@ def test_a_grammar_compiles_while_others_run_and_the_wrong_one_is_rejected() -> 
     assert submitted == ["free", "good"]
 
 
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_ends_requests_whose_grammars_still_compile(mode: PauseMode) -> None:
+    """Their callers hear of it as all others do, and none of them waits for the end of the pause."""
+    ended: list[str] = []
+
+    def end(request: GenerationRequest) -> None:
+        ended.append(request.request_id)
+        if request.request_id == "twice":
+            raise ParameterError("in use", "request_id")
+
+    def step() -> list[RequestOutput]:
+        if not ended:
+            raise EOFError
+        ended.clear()
+        aborted = CompletionOutput(0, "", [], finish_reason="abort")
+        return [RequestOutput("a", None, [1, 2], [aborted], True, RequestMetrics(1.0))]
+
+    loop = engine(prepare=lambda request: Future(), end=end, step=step, pause=lambda mode: None, has_work=True)
+    said = run(loop, wire.Add(7, asked("a")), wire.Add(8, asked("twice")), wire.Ask(1, SetPause(mode)))
+    of_requests = [report for report in said if isinstance(report, wire.Accepted | wire.Rejected | wire.Outputs)]
+    if mode == "keep":
+        assert of_requests == []
+        return
+    accepted, rejected, outputs = of_requests
+    assert accepted == wire.Accepted(7)
+    assert rejected == wire.Rejected(8, "in use", False, "request_id")
+    assert isinstance(outputs, wire.Outputs)
+    assert [(output.serial, output.completions[0].finish_reason) for output in outputs.outputs] == [(7, "abort")]
+
+
 def test_grammars_that_nothing_waits_for_block_no_thread() -> None:
     """An engine that always has work never reads the pipe."""
     preparing = Preparing()
@@ -382,6 +417,9 @@ OUTPUT = CompletionOutput(0, "a", [1], -0.5, LOGPROBS, "stop", "x", [("a", True)
         wire.Ask(7, CheckSleep(1)),
         wire.Ask(7, PutToSleep(2)),
         wire.Ask(7, ReleaseKV()),
+        wire.Ask(7, NameWeights("step-1")),
+        wire.Ask(7, AbortRequests(frozenset({"a"}))),
+        wire.Ask(7, AbortRequests(None)),
         wire.Ask(8, WakeUp(("weights",))),
         wire.Ask(9, ShowRest()),
         wire.Stop(),
@@ -409,6 +447,14 @@ def test_several_engines_are_paused_when_all_are_and_asleep_when_one_is() -> Non
     assert ShowRest().joined(rests) == EngineRest(True, False, ("weights", "kv_cache"))
     answer = wire.CommandAnswer.of(3, rests[0])
     assert msgspec.msgpack.decode(answer.answer, type=ShowRest.answers) == rests[0]
+
+
+def test_the_id_of_an_answer_ends_all_that_the_server_has_made_of_it() -> None:
+    aborts = AbortRequests(frozenset({"cmpl-a", "b"}))
+    made = ["cmpl-a", "cmpl-a-0", "cmpl-a-0123456789abcdef", "cmpl-a-0123456789abcdef-12", "b-3"]
+    others = ["cmpl-ab", "cmpl", "cmpl-a-0123456789abcde", "cmpl-a-other", "cmpl-a-1-2", "c", "b#0"]
+    assert [name for name in (*made, *others) if aborts.ends(name)] == made
+    assert AbortRequests(None).ends("c") and aborts.joined([2, 1]) == 3
 
 
 def test_loads_of_experts_arrive_and_those_of_several_engines_are_added() -> None:

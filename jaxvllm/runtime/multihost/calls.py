@@ -167,6 +167,11 @@ class UnparkWeights:
 
 
 @dataclass(frozen=True)
+class DropWeights:
+    """Frees the weights, until `ReadWeights` brings others."""
+
+
+@dataclass(frozen=True)
 class Close:
     """Frees the device's memory. No call follows."""
 
@@ -198,6 +203,7 @@ type Call = (
     | ReleasePages
     | ParkWeights
     | UnparkWeights
+    | DropWeights
     | Close
 )
 type Message = Call | Abandon
@@ -228,6 +234,7 @@ _KINDS: tuple[type[Message], ...] = (
     ReleasePages,
     ParkWeights,
     UnparkWeights,
+    DropWeights,
     FillAdapter,
     EmptyAdapters,
 )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.weight_version import MOST_CHARACTERS, KVChange
-from jaxvllm.engine.commands import ShowWeightVersions, UpdateWeights
+from jaxvllm.engine.commands import AbortRequests, NameWeights, ShowWeightVersions, UpdateWeights
 from jaxvllm.server.errors import ApiError
 from jaxvllm.server.protocol.fields import Reply, Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES
@@ -52,6 +52,21 @@ class VllmUpdateRequest(NewVersion):
 
     model_path: str | None = None  # required: the same as in `POST /update_weights_from_disk`
     update_info: dict[str, Any] | None = None  # not supported: vLLM's description of tensors on GPUs
+
+
+class NewVersionName(Strict):
+    """Another name for the weights that the engines have."""
+
+    new_version: VersionName
+    abort_all_requests: bool = False  # end all open requests first
+
+
+class VersionNamed(Reply):
+    """The weights of all engines have another name."""
+
+    success: bool = True
+    message: str = ""
+    new_version: str
 
 
 class WeightInfo(Reply):
@@ -116,6 +131,19 @@ def router(service: Service) -> APIRouter:
         if body.model_path is None:
             raise ApiError(400, "model_path is missing: give the directory of a checkpoint", param="model_path")
         return WeightInfo(weight_version=await _update(service, request, body, body.model_path))
+
+    @routes.post("/update_weight_version", responses=COMMON | {s: GENERATES[s] for s in (500, 503)})
+    async def update_weight_version(body: NewVersionName, request: Request) -> VersionNamed:
+        """Gives the weights that all engines have another name, which answers tell from the next step on.
+
+        The weights stay as they are, and so do cached prefixes. Fields are those of vLLM and SGLang. The endpoint
+        exists only with `--dev-endpoints`, and refuses web pages.
+        """
+        refuse_web_page(request, "name the weights")
+        if body.abort_all_requests:
+            await service.llm.ask(AbortRequests(None))
+        await service.llm.ask(NameWeights(body.new_version))
+        return VersionNamed(new_version=body.new_version)
 
     @routes.get("/weight_info", responses=COMMON | {s: GENERATES[s] for s in (500, 503)})
     async def weight_info() -> WeightInfo:

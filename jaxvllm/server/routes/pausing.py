@@ -12,8 +12,9 @@ from fastapi import APIRouter, Query, Request
 
 from jaxvllm.core.errors import UnsupportedParameterError
 from jaxvllm.core.pause import PauseMode, SleepTag
+from jaxvllm.engine.commands import AbortRequests
 from jaxvllm.server.errors import ApiError
-from jaxvllm.server.protocol.fields import Reply
+from jaxvllm.server.protocol.fields import Reply, Strict
 from jaxvllm.server.routes.documented import COMMON, GENERATES, ErrorResponse
 from jaxvllm.server.routes.web_pages import refuse_web_page
 from jaxvllm.server.service import Service
@@ -23,6 +24,19 @@ class PauseResponse(Reply):
     """The engines are paused, or compute again."""
 
     status: Literal["paused", "resumed"]
+
+
+class AbortRequest(Strict):
+    """The requests that are to end."""
+
+    request_ids: list[str] | None = None  # the ids of their answers, or what they have as `request_id`; none: all
+
+
+class AbortResponse(Reply):
+    """Requests have ended."""
+
+    status: Literal["aborted"] = "aborted"
+    aborted: int  # how many; one whose form still compiles is not counted, and ends all the same
 
 
 class PausedResponse(Reply):
@@ -99,6 +113,17 @@ def router(service: Service) -> APIRouter:
         async with changing(request):
             await llm.resume()
         return PauseResponse(status="resumed")
+
+    @routes.post("/abort_requests")
+    async def abort_requests(body: AbortRequest, request: Request) -> AbortResponse:
+        """Ends open requests now, with the finish reason `abort` and the tokens that they have. Nothing is paused.
+
+        An id that is unknown, or whose request has ended, has no effect. Without ids all requests end. The endpoint
+        exists only with `--dev-endpoints`, and refuses web pages.
+        """
+        async with changing(request):
+            wanted = frozenset(body.request_ids) if body.request_ids else None
+            return AbortResponse(aborted=await llm.ask(AbortRequests(wanted)))
 
     @routes.get("/is_paused")
     async def is_paused() -> PausedResponse:

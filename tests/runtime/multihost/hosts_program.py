@@ -127,9 +127,14 @@ def replace_weights(llm: LLM, directory: Path) -> list[Any]:
             llm.update_weights(source)
         except (ValueError, NotImplementedError) as error:
             troubles.append(str(error))
+    llm.sleep(level=1)
+    assert llm.wake_up()
     said.append(say())
     for source in (directory, DEMO):
+        llm.sleep(level=2)
+        assert not llm.wake_up()
         llm.update_weights(source)
+        assert llm.wake_up()
         said.append(say())
     return [said, troubles]
 
