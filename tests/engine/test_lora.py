@@ -63,6 +63,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
     with tiny_llm(checkpoint, **OPTIONS) as llm:
+        fills = llm.engine.holders[0]._adapter_fills
+        assert fills is not None
+        fills.compile_ratios()  # engines do it in the background, but not those of tests
         yield llm
 
 
@@ -85,9 +88,6 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     base = greedy_tokens(llm, PROMPTS)
     assert greedy_tokens(llm, PROMPTS) == base  # what takes prefixes from the cache is compiled when it is first needed
     assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))
-    fills = llm.engine.holders[0]._adapter_fills
-    assert fills is not None
-    fills.compile_ratios()  # engines do it in the background, but not those of tests
     with compilations() as seen:
         assert tokens_of(llm, paths) == expected
         # Now pages are found, of the same adapter only.
