@@ -227,7 +227,7 @@ def test_a_trainer_replaces_the_content_of_an_adapter(
     assert seen.count == 0, seen.names
     [(name, array), *_] = given.items()
     for wrong, message in (
-        ({name: array}, "the given tensors of the adapter 'live'.* needs both"),
+        ({name: array}, "the given tensors of the adapter 'live'.* needs lora_B"),
         (given | {name: array[:1]}, "shape"),
         (given | {name: 5}, "must be arrays by their names"),
         (given | {"other": array}, "unexpected tensor other"),
