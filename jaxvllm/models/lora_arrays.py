@@ -185,7 +185,10 @@ class LoraArrays:
                 values[own] = matrices.down
             else:
                 up = np.zeros((module.out_size, decl.shape[-1]), np.float32)
-                up[:, own] = matrices.up
+                if lora.one_by_one:
+                    up[:, : matrices.rank], up[:, -1] = matrices.up, module.part
+                else:
+                    up[:, own] = matrices.up
                 module.rows(up, values)
         out = np.zeros(spread_out.shape, self.dtype)
         boxes = spread_boxes(decl, spread_out)
