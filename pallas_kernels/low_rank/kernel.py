@@ -33,7 +33,7 @@ def low_rank(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
     The arguments are y, x, rows i32[T], starts i32[G + 1], index, down[0], up[0], down[1], up[1], ... Rows starts[g] to
     starts[g + 1] of `rows` are those of group g. The last row of `up` says which part of the rank a column has.
     """
-    _multiply(e, frame, dtype, _Result(dtype, out_dtype, out_dtype, NO_GATE))
+    _multiply(e, frame, dtype, _LowRankProduct(dtype, out_dtype, out_dtype, NO_GATE))
 
 
 def gated_low_rank(e: Emitter, frame: Frame, dtype: str, gate: str) -> None:
@@ -41,11 +41,11 @@ def gated_low_rank(e: Emitter, frame: Frame, dtype: str, gate: str) -> None:
 
     y is float32, and the arguments are as above.
     """
-    _multiply(e, frame, dtype, _Result(dtype, "float32", dtype, gate))
+    _multiply(e, frame, dtype, _LowRankProduct(dtype, "float32", dtype, gate))
 
 
 @dataclass(frozen=True)
-class _Result:
+class _LowRankProduct:
     """Says how the second product becomes the result, and of which dtypes."""
 
     dtype: str  # of the matrices
@@ -58,7 +58,7 @@ class _Result:
         return 1 if self.gate == NO_GATE else 2
 
 
-def _multiply(e: Emitter, frame: Frame, dtype: str, result: _Result) -> None:
+def _multiply(e: Emitter, frame: Frame, dtype: str, result: _LowRankProduct) -> None:
     y, out, x, rows, starts = frame.argument(0), frame.result(0), *(frame.argument(number) for number in (1, 2, 3))
     pair = e.load_int(frame.argument(4).data, 32) * 2 + 5
     down, up = frame.argument(pair), frame.argument(pair + 1)
@@ -91,7 +91,7 @@ def _into(dtype: str, t: Emitter, item: Value, captured: Sequence[Value]) -> Non
     _over_groups(t, item // blocks, starts, num_groups, of_rows)
 
 
-def _out_of(result: _Result, t: Emitter, item: Value, captured: Sequence[Value]) -> None:
+def _out_of(result: _LowRankProduct, t: Emitter, item: Value, captured: Sequence[Value]) -> None:
     """Emits some columns of some rows of the result."""
     y, out, _, _, up, rows, starts, between, rank, part_rank, num_groups, _, size_out, num_rows = captured
     vectors = VECTORS // result.halves
@@ -147,7 +147,7 @@ def _into_tile(e: Emitter, count: int, dtype: str) -> ir.Function:
     return t.finish()
 
 
-def _out_tile(e: Emitter, count: int, vectors: int, result: _Result) -> ir.Function:
+def _out_tile(e: Emitter, count: int, vectors: int, result: _LowRankProduct) -> ir.Function:
     """Emits `count` rows by `vectors` vectors of the result. A single vector may lack some columns."""
     t = e.function(f"out{count}x{vectors}", 9)
     y, out, rows, matrix, between, rank, part_rank, size_out, left = t.arguments
