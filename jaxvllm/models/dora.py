@@ -84,9 +84,10 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
     one_by_one = next(layer.lora.one_by_one for layer in spec.layers if layer.lora is not None)
 
     def multiplied(up: jax.Array, ratios: jax.Array) -> jax.Array:
-        """Returns B [.., W] or, one by one, [1, W, ..], times one and the ratios f32[1, ..]."""
-        factors = 1 + (ratios[:, None] if one_by_one else ratios[0][..., None])
-        return (up.astype(jnp.float32) * factors).astype(up.dtype)
+        """Returns B [.., W] or, one by one, [1, R + 1, ..], times one and the ratios f32[1, ..]."""
+        if one_by_one:  # the last row has the numbers of parts
+            return jnp.concatenate([_times(up[:, :-1], 1 + ratios[:, None]), up[:, -1:]], axis=1)
+        return _times(up, 1 + ratios[0][..., None])
 
     if isinstance(one, dict):
         ups = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(UP)}
@@ -102,6 +103,10 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         return mine | ups | {RATIO + name: own for name, own in ratios.items()}
 
     return [with_own(number, mine) for number, mine in enumerate(one)]
+
+
+def _times(up: jax.Array, factors: jax.Array) -> jax.Array:
+    return (up.astype(jnp.float32) * factors).astype(up.dtype)
 
 
 def _places(stack: LayerStack, num_layers: int) -> np.ndarray:

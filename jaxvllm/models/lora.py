@@ -3,8 +3,8 @@
 An adapter adds (x A^T) B^T to the product of a matrix with the tokens x that have this adapter (LoRA, arXiv
 2106.09685). The matrix itself stays in any form, so quantized bases need nothing of their own. Where one matrix of ours
 is several of a checkpoint, each of these has its part of the rank: A has their rows one after the other, and B is zero
-where it would mix them. Smaller ranks are filled up with zeros, and so are matrices that an adapter leaves alone, which
-is why an adapter comes and goes without anything being compiled.
+where it would mix them, or has no such numbers. Smaller ranks are filled up with zeros, and so are matrices that an
+adapter leaves alone, which is why an adapter comes and goes without anything being compiled.
 
 DoRA (arXiv 2402.09353) gives each row of the changed matrix a length of its own, its magnitude m. So the sum is
 multiplied by m / norm, and the norm, that of the row of W + B A, is computed on the devices when the adapter comes
@@ -54,20 +54,29 @@ class LayerLora:
         """Returns the rank of a matrix with so many parts."""
         return -(-count * self.rank // _LANES) * _LANES
 
+    def up_width(self, count: int) -> int:
+        """Returns how many numbers each row of B has, of a matrix with so many parts.
+
+        One by one, these are the ranks of its own part, and the number of this part. What would be zero is not stored,
+        because few tokens are bound by what is read.
+        """
+        return self.rank + 1 if self.one_by_one else self.width(count)
+
     def declare_one(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
         """Returns the arrays of one adapter as it is read, of a layer with these matrices.
 
-        They are A [W, in], B [.., W], and what an output is multiplied by beside one, f32[..].
+        They are A [W, in], B [.., width], for which see `up_width`, and what an output is multiplied by beside one,
+        f32[..].
         """
         decls = {}
         for name, count in self.parts:
-            decl, width = matrices[name], self.width(count)
+            decl, width, up_width = matrices[name], self.width(count), self.up_width(count)
             *rows, size = decl.shape
             *axes, contracted = decl.axes
             of_columns = decl.heads if contracted == "heads" else None
             of_rows = decl.heads if "kv_heads" in axes else None
             decls[DOWN + name] = ParamDecl((width, size), (None, contracted), "zeros", heads=of_columns)
-            decls[UP + name] = ParamDecl((*rows, width), (*axes, None), "zeros", heads=of_rows)
+            decls[UP + name] = ParamDecl((*rows, up_width), (*axes, None), "zeros", heads=of_rows)
             decls[RATIO + name] = ParamDecl(tuple(rows), tuple(axes), "zeros", dtype="float32", heads=of_rows)
         return decls
 

@@ -200,6 +200,7 @@ class LoraArrays:
         """Returns one array of a layer, or outside the layers, with heads and vocabulary as the devices have them."""
         kind = next(kind for kind in (DOWN, UP, RATIO) if name.startswith(kind))
         decl, spread_out = (declared[name] for declared in self._declared[layer])
+        lora = None if layer is None else self.spec.layers[layer].lora
         values = np.zeros(decl.shape, np.float32)
         for module, matrices in adapters.get((layer, name.removeprefix(kind)), ()):
             first = module.part * self.rank
@@ -208,14 +209,16 @@ class LoraArrays:
                 values[own] = matrices.down
             elif kind == UP:
                 up = np.zeros((module.out_size, decl.shape[-1]), np.float32)
-                up[:, own] = matrices.up
+                if lora is not None and lora.one_by_one:
+                    up[:, : matrices.rank], up[:, -1] = matrices.up, module.part
+                else:
+                    up[:, own] = matrices.up
                 module.put_rows(up, values)
             elif matrices.magnitudes is not None:
                 module.put_rows(matrices.magnitudes, values)
         out = np.zeros(spread_out.shape, decl.dtype_in(self.dtype))
         boxes = spread_boxes(decl, spread_out)
         tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
-        lora = None if layer is None else self.spec.layers[layer].lora
         return out if lora is None else lora.on_devices(name, out)
 
     @cached_property

@@ -58,8 +58,9 @@ class InStack:
 class Adapted:
     """A matrix to whose products the adapters of tokens add theirs: (x A^T) B, see `models.lora`.
 
-    One by one, `a` has a matrix [W, in] for each slot, and `b` one [W, ..]. Otherwise they are matrices of all slots,
-    [N W, in] and [.., N W]. By one and `ratios` f32[N, ..] the products of the matrix itself are multiplied before.
+    One by one, `a` has a matrix [W, in] for each slot, and `b` one [R + 1, ..], whose last row says which part of R of
+    the W ranks a row of the matrix has. Otherwise they are matrices of all slots, [N W, in] and [.., N W].
+    By one and `ratios` f32[N, ..] the products of the matrix itself are multiplied before.
     """
 
     matrix: "Weight"
@@ -122,7 +123,11 @@ class Adapted:
             down, up = (_matrix_of(stack, slot - 1) for stack in (self.a, self.b))
             h = jax.lax.dot_general(x, down, (((1,), (1,)), ((), ())))
             own = jnp.where((tokens.slots == slot)[:, None], h, jnp.zeros((), h.dtype))
-            more = jax.lax.dot_general(own, up.reshape(len(up), -1), (((1,), (0,)), ((), ())))
+            rank, flat = len(up) - 1, up.reshape(len(up), -1)
+            more = jnp.zeros((len(x), flat.shape[1]), h.dtype)
+            for part in range(h.shape[1] // rank):
+                of_part = own[:, part * rank : (part + 1) * rank] @ flat[:rank]
+                more = jnp.where(flat[rank] == part, of_part, more)
             return y + more.reshape(y.shape).astype(y.dtype)
 
         return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)

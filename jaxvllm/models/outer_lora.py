@@ -37,7 +37,12 @@ class OuterLora:
 
     def declare_one(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
         """Returns the arrays of one adapter: A [W, V], [W, E] and B [E, W], [V, W]."""
-        return _without_ratios(self.room.declare_one(_matrices(vocab_size, hidden_size)))
+        decls = _without_ratios(self.room.declare_one(_matrices(vocab_size, hidden_size)))
+        width = self.room.width(1)  # no row of B says which part it has: there is one
+        return {
+            name: replace(one, shape=(*one.shape[:-1], width)) if name.startswith(UP) else one
+            for name, one in decls.items()
+        }
 
     def declare(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
         """Returns the arrays of all slots."""

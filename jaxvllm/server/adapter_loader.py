@@ -19,7 +19,7 @@ class AdapterLoader:
     """Changes the adapters of all engines, and then their names. The changes of one name wait for each other."""
 
     def __init__(self, names: AdapterNames, llm: EngineClient, *, finds: bool):
-        """Takes the names. If it `finds` adapters, it looks in their directory for those that nobody has loaded."""
+        """Takes the names. If it `finds` adapters, it looks for unknown ones in the directory of `names`."""
         self._names = names
         self._llm = llm
         self._finds = finds

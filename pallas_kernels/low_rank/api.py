@@ -26,9 +26,12 @@ def add_low_rank(
 ) -> jax.Array:
     """Returns y [T, ..] with (x down[g]^T) up[g] added to each row that is in a group g, for pair number `index`.
 
+    The matrix may be several of a checkpoint, each with a part of the rank: W has P parts of R, and perhaps more, which
+    are not used. A column of the result has one part, and `up` the R ranks of it.
+
     x: [T, in]
     downs: [G, W, in] each, of x's dtype, and W is a multiple of 4
-    ups: [G, W, ..] each, of x's dtype
+    ups: [G, R + 1, ..] each, of x's dtype. The last row has the number of each column's part, below P
     order: of the T rows, in G groups
     gate: y is f32[T, 2, F], of the halves a and b, and the result is gate(a) * b of all rows then, [T, F] of x's dtype
 
@@ -36,7 +39,7 @@ def add_low_rank(
     same bits whatever other rows there are, and whatever its group is. Only the matrices of groups with rows are read,
     and without a gate y is changed where it is, if nothing else reads it.
 
-    Raises ValueError for shapes and dtypes that do not agree. An index out of range is not detected.
+    Raises ValueError for shapes and dtypes that do not agree. An index or a part out of range is not detected.
     """
     # Imported here: only where it runs must llvmlite be installed.
     from pallas_kernels.low_rank.kernel import gated_low_rank, low_rank
@@ -64,10 +67,11 @@ def _check(y: jax.Array, x: jax.Array, downs: Sequence[jax.Array], ups: Sequence
     check_alike(ups, None, "matrices")
     down, up = downs[0], ups[0]
     agree = x.ndim == 2 and down.ndim == 3 and len(x) == len(y) and x.shape[1] == down.shape[2]
-    agree &= up.shape[:2] == down.shape[:2] and prod(up.shape[2:]) == prod(y.shape[1:]) and y.size > 0
+    agree &= len(up) == len(down) and 1 < up.shape[1] <= down.shape[1] + 1 and y.size > 0
+    agree &= prod(up.shape[2:]) == prod(y.shape[1:])
     if not agree or down.shape[1] % RANKS or len(downs) != len(ups):
         raise ValueError(
-            f"y [T, ..], x [T, in], down [G, W, in] and up [G, W, ..] must agree, and W be a multiple of {RANKS}, "
+            f"y [T, ..], x [T, in], down [G, W, in] and up [G, R + 1, ..] must agree, and W be a multiple of {RANKS}, "
             f"got {y.shape}, {x.shape}, {down.shape} and {up.shape}"
         )
     if (len(order.rows), len(order.starts)) != (len(x), len(down) + 1):

@@ -14,6 +14,7 @@ class LowRankCase:
     size_in: int
     size_out: int
     rank: int
+    num_parts: int  # of the rank
     num_groups: int
     groups: NDArray[np.int32]
 
@@ -26,9 +27,9 @@ def _drawn(num_rows: int, num_groups: int) -> NDArray[np.int32]:
 
 
 CASES = (
-    LowRankCase("one-row", 84, 108, 16, 2, np.array([1], np.int32)),  # 84 and 108 are no multiples of any vector
-    LowRankCase("nobody", 84, 108, 16, 2, np.full(5, 2, np.int32)),
-    LowRankCase("narrow", 7, 5, 4, 3, np.array([2, 0, 3, 2, 2, 0, 3], np.int32)),
-    LowRankCase("decode", 384, 640, 48, 4, _drawn(16, 4)),
-    LowRankCase("prompts", 129, 260, 32, 20, _drawn(150, 20)),  # more rows than an item has
+    LowRankCase("one-row", 84, 108, 16, 1, 2, np.array([1], np.int32)),  # 84 and 108 are no multiples of any vector
+    LowRankCase("nobody", 84, 108, 16, 1, 2, np.full(5, 2, np.int32)),
+    LowRankCase("narrow", 7, 5, 4, 2, 3, np.array([2, 0, 3, 2, 2, 0, 3], np.int32)),
+    LowRankCase("decode", 384, 640, 48, 3, 4, _drawn(16, 4)),
+    LowRankCase("prompts", 129, 260, 32, 2, 20, _drawn(150, 20)),  # more rows than an item has
 )

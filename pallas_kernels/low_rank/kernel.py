@@ -1,21 +1,21 @@
 """Two products in one call: into the rank, as dot products, and out of it, as sums of rows of the second matrix.
 
 The second sum has the few terms of a rank. Dot products of 16 numbers would be mostly the sums across a vector's lanes,
-so there a vector has columns of the result, which stay in registers while all of the rank passes by.
+so there a vector has columns of the result, which stay in registers while all of the rank passes by. Few rows are bound
+by what is read, and so no zeros are: each column has the rank of its part alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import or_
 
 from llvmlite import ir
 
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
-from pallas_kernels.cpu.values import Value, Variable
-from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, silu
+from pallas_kernels.cpu.values import I64, Value, Variable
+from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, largest, silu
 from pallas_kernels.small_matmul.kernel import COLUMNS, dot_products
 
 RANKS = COLUMNS  # of a tile, of what is between the two products
@@ -31,9 +31,9 @@ def low_rank(e: Emitter, frame: Frame, dtype: str, out_dtype: str) -> None:
     """Emits y += (x down^T) up where the result y [T, out] is.
 
     The arguments are y, x, rows i32[T], starts i32[G + 1], index, down[0], up[0], down[1], up[1], ... Rows starts[g] to
-    starts[g + 1] of `rows` are those of group g.
+    starts[g + 1] of `rows` are those of group g. The last row of `up` says which part of the rank a column has.
     """
-    _multiply(e, frame, dtype, _SumForm(dtype, out_dtype, out_dtype, NO_GATE))
+    _multiply(e, frame, dtype, _LowRankProduct(dtype, out_dtype, out_dtype, NO_GATE))
 
 
 def gated_low_rank(e: Emitter, frame: Frame, dtype: str, gate: str) -> None:
@@ -41,11 +41,11 @@ def gated_low_rank(e: Emitter, frame: Frame, dtype: str, gate: str) -> None:
 
     y is float32, and the arguments are as above.
     """
-    _multiply(e, frame, dtype, _SumForm(dtype, "float32", dtype, gate))
+    _multiply(e, frame, dtype, _LowRankProduct(dtype, "float32", dtype, gate))
 
 
 @dataclass(frozen=True)
-class _SumForm:
+class _LowRankProduct:
     """Says how the second product becomes the result, and of which dtypes."""
 
     dtype: str  # of the matrices
@@ -58,7 +58,7 @@ class _SumForm:
         return 1 if self.gate == NO_GATE else 2
 
 
-def _multiply(e: Emitter, frame: Frame, dtype: str, result: _SumForm) -> None:
+def _multiply(e: Emitter, frame: Frame, dtype: str, result: _LowRankProduct) -> None:
     y, out, x, rows, starts = frame.argument(0), frame.result(0), *(frame.argument(number) for number in (1, 2, 3))
     pair = e.load_int(frame.argument(4).data, 32) * 2 + 5
     down, up = frame.argument(pair), frame.argument(pair + 1)
@@ -66,7 +66,7 @@ def _multiply(e: Emitter, frame: Frame, dtype: str, result: _SumForm) -> None:
     num_grouped = e.load_int(starts.data + num_groups * 4, 32)
     between = e.call_c("malloc", e.max(num_grouped, e.integer(1)) * rank * _FLOAT)  # in the order of `rows`
     addresses = (y.data, out.data, x.data, down.data, up.data, rows.data, starts.data, between)
-    captured = (*addresses, rank, num_groups, size_in, size_out, x.size(0))
+    captured = (*addresses, rank, up.size(1) - 1, num_groups, size_in, size_out, x.size(0))
     blocks = (num_grouped + (ROWS - 1)) // ROWS
     parallel_loop(e, frame, blocks * (rank // RANKS), captured, partial(_into, dtype))
     # A gate changes all rows, and without one those of no group are as they were.
@@ -78,7 +78,7 @@ def _multiply(e: Emitter, frame: Frame, dtype: str, result: _SumForm) -> None:
 
 def _into(dtype: str, t: Emitter, item: Value, captured: Sequence[Value]) -> None:
     """Emits some ranks of some rows."""
-    _, _, x, down, _, rows, starts, between, rank, num_groups, size_in, _, _ = captured
+    _, _, x, down, _, rows, starts, between, rank, _, num_groups, size_in, _, _ = captured
     tiles = {count: _into_tile(t, count, dtype) for count in t.chip.group_sizes}
     blocks = rank // RANKS
     first_rank = item % blocks * RANKS
@@ -91,9 +91,9 @@ def _into(dtype: str, t: Emitter, item: Value, captured: Sequence[Value]) -> Non
     _over_groups(t, item // blocks, starts, num_groups, of_rows)
 
 
-def _out_of(result: _SumForm, t: Emitter, item: Value, captured: Sequence[Value]) -> None:
+def _out_of(result: _LowRankProduct, t: Emitter, item: Value, captured: Sequence[Value]) -> None:
     """Emits some columns of some rows of the result."""
-    y, out, _, _, up, rows, starts, between, rank, num_groups, _, size_out, num_rows = captured
+    y, out, _, _, up, rows, starts, between, rank, part_rank, num_groups, _, size_out, num_rows = captured
     vectors = VECTORS // result.halves
     tiles = {(count, of): _out_tile(t, count, of, result) for count in t.chip.group_sizes for of in (vectors, 1)}
     blocks = (size_out + (BLOCK - 1)) // BLOCK
@@ -102,11 +102,11 @@ def _out_of(result: _SumForm, t: Emitter, item: Value, captured: Sequence[Value]
     step = vectors * t.lanes
     whole = begin + (end - begin) // step * step
 
-    def of_columns(count: int, first: Value, matrix: Value, num_ranks: Value) -> None:
+    def of_columns(count: int, first: Value, matrix: Value, part_rank: Value) -> None:
         def tile(of: int, column: Value) -> None:
             at = y + column * SIZE_OF[result.sum_dtype], out + column * SIZE_OF[result.out_dtype]
             own = rows + first * 4, matrix + column * SIZE_OF[result.dtype], between + first * rank * _FLOAT
-            t.call(tiles[count, of], *at, *own, num_ranks, size_out, end - column)
+            t.call(tiles[count, of], *at, *own, rank, part_rank, size_out, end - column)
 
         with t.loop(begin, whole, step) as column:
             tile(vectors, column)
@@ -114,7 +114,8 @@ def _out_of(result: _SumForm, t: Emitter, item: Value, captured: Sequence[Value]
             tile(1, column)
 
     def of_rows(count: int, first: Value, group: Value) -> None:
-        of_columns(count, first, up + group * rank * size_out * (result.halves * SIZE_OF[result.dtype]), rank)
+        before = group * (part_rank + 1) * size_out * (result.halves * SIZE_OF[result.dtype])
+        of_columns(count, first, up + before, part_rank)
 
     block = item // blocks
     _over_groups(t, block, starts, num_groups, of_rows)
@@ -146,10 +147,10 @@ def _into_tile(e: Emitter, count: int, dtype: str) -> ir.Function:
     return t.finish()
 
 
-def _out_tile(e: Emitter, count: int, vectors: int, result: _SumForm) -> ir.Function:
+def _out_tile(e: Emitter, count: int, vectors: int, result: _LowRankProduct) -> ir.Function:
     """Emits `count` rows by `vectors` vectors of the result. A single vector may lack some columns."""
-    t = e.function(f"out{count}x{vectors}", 8)
-    y, out, rows, matrix, between, rank, size_out, left = t.arguments
+    t = e.function(f"out{count}x{vectors}", 9)
+    y, out, rows, matrix, between, rank, part_rank, size_out, left = t.arguments
     mask = first_lanes(left, t.lanes) if vectors == 1 else None
     numbers = [t.load_int(rows + m * 4, 32) for m in range(count)]
     width = size_out * result.halves
@@ -161,16 +162,24 @@ def _out_tile(e: Emitter, count: int, vectors: int, result: _SumForm) -> ir.Func
         return t.variable(t.load(address, result.sum_dtype, mask))
 
     totals = {(m, *part): begun(m, part) for m in range(count) for part in parts}
-    with t.loop(0, rank) as r:
-        row = matrix + r * width * SIZE_OF[result.dtype]
+    with t.when(part_rank > 0):  # rows of no group have nothing to read
         for half in range(result.halves):
             own = [part for part in parts if part[0] == half]
-            b = {part: t.load(row + offsets[part] * SIZE_OF[result.dtype], result.dtype, mask) for part in own}
-            with t.when(_any_number(t, b.values())):
-                for m in range(count):
-                    a = t.load_everywhere(between + (rank * m + r) * _FLOAT)
-                    for part in own:
-                        totals[m, *part].set(t.fma(a, b[part], totals[m, *part].get()))
+
+            def loaded(row: Value, part: tuple[int, int]) -> Value:
+                return t.load(matrix + (row * width + offsets[part]) * SIZE_OF[result.dtype], result.dtype, mask)
+
+            marks = {part: loaded(part_rank, part) for part in own}
+            most = _integer(largest(reduce(t.max, marks.values())))
+            least = t.integer(0) - _integer(largest(reduce(t.max, (t.vector(0) - mark for mark in marks.values()))))
+            with t.loop(least, most + 1) as number:
+                is_own = {part: mark.equals(t.floats(t.splat(number))) for part, mark in marks.items()}
+                with t.loop(0, part_rank) as r:
+                    b = {part: t.select(is_own[part], loaded(r, part), t.vector(0)) for part in own}
+                    for m in range(count):
+                        a = t.load_everywhere(between + (rank * m + number * part_rank + r) * _FLOAT)
+                        for part in own:
+                            totals[m, *part].set(t.fma(a, b[part], totals[m, *part].get()))
     for m in range(count):
         for v in range(vectors):
             total = totals[m, 0, v].get()
@@ -181,11 +190,7 @@ def _out_tile(e: Emitter, count: int, vectors: int, result: _SumForm) -> ir.Func
     return t.finish()
 
 
-def _any_number(t: Emitter, vectors: Iterable[Value]) -> Value:
-    """Returns whether any lane is something else than zero.
-
-    Most are zero where a matrix of ours is several of a checkpoint, each with its part of the rank, and where the rank
-    of an adapter is smaller than the largest.
-    """
-    bits = reduce(or_, map(t.bits, vectors))
-    return t.any((bits & 0x7FFFFFFF) > 0)
+def _integer(number: Value) -> Value:
+    """Returns a float32 without a fraction as an integer."""
+    e = number.emitter
+    return Value(e, e.builder.fptosi(number.ir, I64))
