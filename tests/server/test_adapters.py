@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedServer]:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     directory = tmp_path_factory.mktemp("adapters")
     for number in range(3):
-        RandomAdapter(FIXTURE, seed=number, size=1).write(directory / f"adapter-{number}")
+        RandomAdapter(FIXTURE, seed=number, ends=("_proj",), size=1).write(directory / f"adapter-{number}")
     options = ENGINE | {"model": str(model), "max_model_len": 128, "enable_lora": True, "max_loras": 2}
     modules = (f"first={directory / 'adapter-0'}",)
     config = ServerConfig(
@@ -129,13 +129,13 @@ def test_loading_and_unloading(server: AdaptedServer) -> None:
 def test_what_is_wrong_changes_nothing(server: AdaptedServer, tmp_path: Path) -> None:
     load, names = "/v1/load_lora_adapter", server.names
     inside = server.directory
-    outside = RandomAdapter(FIXTURE, seed=9).write(tmp_path / "outside")
+    outside = RandomAdapter(FIXTURE, seed=9, ends=("_proj",)).write(tmp_path / "outside")
     (inside / "link").symlink_to(outside)
     (inside / "parts").mkdir()
     for file in outside.iterdir():
         (inside / "parts" / file.name).symlink_to(file)
     os.mkfifo(inside / "pipe")
-    damaged = RandomAdapter(FIXTURE, seed=1).write(inside / "damaged")
+    damaged = RandomAdapter(FIXTURE, seed=1, ends=("_proj",)).write(inside / "damaged")
     (damaged / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 64, "lora_alpha": 1}))
     for path in (str(outside), "../outside", "link", "parts", f"{inside}/../outside", "a\0b", "x" * 5000):
         status, message = server.refusal(load, lora_name="bad", lora_path=path)
@@ -154,12 +154,12 @@ def test_what_is_wrong_changes_nothing(server: AdaptedServer, tmp_path: Path) ->
 
 def test_unknown_models_are_looked_up_in_the_directory(server: AdaptedServer, tmp_path: Path) -> None:
     inside = server.directory
-    RandomAdapter(FIXTURE, seed=5, size=1).write(inside / "found.v1")
+    RandomAdapter(FIXTURE, seed=5, ends=("_proj",), size=1).write(inside / "found.v1")
     (inside / "empty").mkdir()
-    outside = RandomAdapter(FIXTURE, seed=6).write(tmp_path / "outside")
+    outside = RandomAdapter(FIXTURE, seed=6, ends=("_proj",)).write(tmp_path / "outside")
     (inside / "elsewhere").symlink_to(outside)
     (inside / ".hidden").symlink_to(inside / "found.v1")
-    RandomAdapter(FIXTURE, seed=7, rank=64, config={"r": 64}).write(inside / "wide")
+    RandomAdapter(FIXTURE, seed=7, ends=("_proj",), rank=64, config={"r": 64}).write(inside / "wide")
     loaded: list[str] = []
     ask = server.llm.ask
 
