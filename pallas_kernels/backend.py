@@ -96,14 +96,14 @@ class Backend:
                 return backend
             case "auto":
                 return REFERENCE
-            case "cpu" if device.platform == "cpu":
-                if not (backend := cls("cpu", host_chip())).computes(dtype):
+            case "cpu" | "tpu" | "gpu" if device.platform == name:
+                backend = cls(name, host_chip() if name == "cpu" else _chip(device))
+                if not backend.computes(dtype):
                     raise NotImplementedError(
-                        f"the cpu kernels do not take {dtype}: use the attention backend reference"
+                        f"the {name} kernels do not take {dtype} on {device.device_kind}: use the attention backend "
+                        "reference, or another dtype"
                     )
                 return backend
-            case "tpu" | "gpu" if device.platform == name:
-                return cls(name, _chip(device))
             case "tpu" | "gpu":
                 raise ValueError(
                     f"attention backend {name} needs a {name.upper()}, this is a {device.platform.upper()}: use auto, "

@@ -7,6 +7,7 @@ Several CTAs share a multiprocessor, so that one computes while another waits. W
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -191,38 +192,36 @@ class WarpgroupUnit:
             if self.copies == "engine":
                 plgpu.barrier_wait(memory["here"].at[slot])
             elif self.copies == "cp.async":
-                plgpu.wait_gmem_to_smem(COPIES_OF_STAGE * (stages - 1))
+                # An instruction waits until a number of copies, known when compiling, are left: those of later stages.
+                left = jnp.minimum(stages - 1, last - step)
+                for count in range(min(stages, product.steps)):
+                    pl.when(left == count)(partial(plgpu.wait_gmem_to_smem, COPIES_OF_STAGE * count))
             total = product.plus(total, memory["matrices"].at[slot], memory["rows"].at[slot], own, factors.masks)
             self._fetch(unit, step + stages, x, codes, memory)
             return later, total
 
         _, total = lax.fori_loop(0, product.steps, multiply, (of_stage(jnp.int32(0)), product.nothing()))
-        if self.copies == "cp.async":
-            plgpu.wait_gmem_to_smem(0)
         return product.of_rows(total, factors, unit.matrix, unit.column)
 
     def _fetch(self, unit: QuantizedUnit, step: jax.Array, x: Ref, codes: Ref, memory: dict[str, Ref]) -> None:
-        """Copies the rows and the codes of a stage. Copies that no stage needs are the last stage's again.
-
-        As many groups of copies must be under way at any time, since a warpgroup waits until so many are left.
-        """
-        tiles, steps = self.product.tiles, self.product.steps
+        """Copies the rows and the codes of a stage, if there is such a step."""
+        tiles = self.product.tiles
         slot = lax.rem(step, jnp.int32(tiles.stages))
-        number = unit.split * steps + jnp.minimum(step, steps - 1)
+        number = unit.split * self.product.steps + step
         sources = {
             "matrices": codes.at[unit.matrix, pl.ds(unit.column, TILE), pl.ds(number * tiles.line, tiles.line)],
             "rows": x.at[pl.ds(unit.tile, tiles.tokens), pl.ds(number * self.product.inputs, self.product.inputs)],
         }
-        for name, source in sources.items():
-            into = memory[name].at[slot]
-            if self.copies == "registers":
-                into[...] = self._loaded(source)
-            elif self.copies == "cp.async":
-                plgpu.copy_gmem_to_smem(source, into, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-            else:
 
-                @pl.when(step < steps)  # a barrier must not be left with copies that nobody waits for
-                def _(source: Ref = source, into: Ref = into) -> None:
+        @pl.when(step < self.product.steps)  # nobody would wait for the copies of other stages
+        def _() -> None:
+            for name, source in sources.items():
+                into = memory[name].at[slot]
+                if self.copies == "registers":
+                    into[...] = self._loaded(source)
+                elif self.copies == "cp.async":
+                    plgpu.copy_gmem_to_smem(source, into, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+                else:
                     plgpu.commit_smem()
                     plgpu.copy_gmem_to_smem(source, into, memory["here"].at[slot])
 

@@ -102,6 +102,8 @@ def choose_tiles(
     is_of_codes = x.dtype.name == code.name and takes_tokens(code, None if group == size else group)
     if not is_taken or not (is_of_codes or x.dtype.name in KERNEL_DTYPES["gpu"]):
         return None
+    if x.dtype.name == "bfloat16" and not chip.computes_bf16:
+        return None
     if not takes_group(code, group, scale_dtype):
         return None
     if not chip.has_copy_engine:
@@ -164,14 +166,16 @@ def _before_hopper(
     if tokens is None:
         return None
     stage = TILE * line + tokens * inputs * x.dtype.itemsize
+    # Threads that copy through registers wait for a stage at once: only another CTA computes meanwhile.
+    least_stages, most_stages = (2, MOST_STAGES_BEFORE_HOPPER) if chip.has_async_copies else (1, 1)
     for ctas in range(CTAS_PER_SM, 0, -1):
         room = min(chip.shared_memory_per_sm // ctas, chip.shared_memory_per_block) - RESERVED
-        if (stages := min(room // stage, MOST_STAGES_BEFORE_HOPPER)) >= 2:
+        if (stages := min(room // stage, most_stages)) >= least_stages:
             break
     else:
         return None
     steps, visits = num_bytes // line, min(len(x), num_groups) * pl.cdiv(rows, tokens)
-    fewest = CTAS_PER_SM * chip.num_sms // (visits * pl.cdiv(out, TILE))
+    fewest = ctas * chip.num_sms // (visits * pl.cdiv(out, TILE))
     wanted = max(1, min(fewest, size // LEAST_INPUTS))
     splits = max(parts for parts in range(1, wanted + 1) if steps % parts == 0)
     return QuantizedTiles(tokens, 1, line, stages, splits)

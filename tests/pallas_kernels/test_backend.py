@@ -60,10 +60,22 @@ def test_auto_takes_the_reference_where_there_are_no_kernels_and_says_so(
     assert "attention runs on plain XLA" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "device"), [("gpu", V100), ("gpu", MI300), ("tpu", V4)])
-def test_kernels_asked_for_by_name_are_refused_where_there_are_none(name: BackendName, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [
+        ("gpu", V100, F16),
+        ("gpu", MI300, BF16),
+        ("tpu", V4, BF16),
+        ("gpu", T4, BF16),
+        ("tpu", V5E, F16),
+        ("cpu", CPU, F16),
+    ],
+)
+def test_kernels_asked_for_by_name_are_refused_where_there_are_none(
+    name: BackendName, device: Device, dtype: np.dtype
+) -> None:
     with pytest.raises(NotImplementedError, match="use the (attention )?backend reference"):
-        Backend.of_device(name, device, BF16)
+        Backend.of_device(name, device, dtype)
 
 
 @pytest.mark.parametrize(

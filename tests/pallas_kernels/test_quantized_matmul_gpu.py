@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import CHIPS, GpuChip
 from pallas_kernels.mosaic_gpu import MatrixUnit
-from pallas_kernels.quantized_matmul import gpu
+from pallas_kernels.quantized_matmul import gpu, gpu_before_hopper
 from pallas_kernels.quantized_matmul.cases import CASES, SERVING, QuantizedCase
 from pallas_kernels.quantized_matmul.code import E4M3, E5M2, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.gpu_before_hopper import WarpgroupUnit
 from pallas_kernels.quantized_matmul.gpu_product import QuantizedProduct
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, choose_tiles, row_lanes
 from pallas_kernels.quantized_matmul.registers import ROWS, WORDS, Registers, RowPanels, twice
@@ -70,7 +72,7 @@ WAYS = (
     # is room for. Turing's copies go through registers.
     Way(BY_NAME["fp8-blocks"], QuantizedTiles(16, 1, 64, 2, 2), "l4"),
     Way(replace(BY_NAME["int8-zeros"], size_in=96), QuantizedTiles(16, 1, 32, 2, 1), "a100"),
-    Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 1, 64, 2, 1), "t4", "float16", counts=(3, 0, 12)),
+    Way(BY_NAME["int4-groups-of-32"], QuantizedTiles(8, 1, 64, 1, 1), "t4", "float16", counts=(3, 0, 12)),
     Way(NVFP4, QuantizedTiles(8, 1, 32, 2, 1), "rtx3090"),
 )
 
@@ -242,12 +244,16 @@ def test_tiles_before_hopper(name: str) -> None:
     assert isinstance(chip, GpuChip)
     for case in SERVING:
         tiles = tiles_of(case, chip, "float16")
-        assert tiles is not None and tiles.stages >= 2 and tiles.tokens >= min(case.num_rows, 64), case
+        assert tiles is not None and tiles.tokens >= min(case.num_rows, 64), case
         inputs, rest = divmod(case.size_in // case.code.per_byte, tiles.line * tiles.splits)
         assert inputs and not rest, "copies beyond the end of a row"
         of_stage = 64 * tiles.line + tiles.tokens * tiles.line * case.code.per_byte * 2
-        assert tiles.stages * of_stage < chip.shared_memory_per_block
+        # Turing's threads wait for what they copy, so another CTA must have room beside this one.
+        assert tiles.stages >= 2 if chip.has_async_copies else tiles.stages == 1
+        room = chip.shared_memory_per_block if chip.has_async_copies else chip.shared_memory_per_sm // 2
+        assert tiles.stages * of_stage < room
         assert tiles_of(case, chip, "float8_e4m3fn") is None
+        assert (tiles_of(case, chip) is None) == (name == "t4")  # which multiplies no bfloat16
 
 
 def test_tiles_of_99_kibibytes() -> None:
@@ -256,6 +262,61 @@ def test_tiles_of_99_kibibytes() -> None:
     for case in SERVING:
         tiles = tiles_of(case, chip, case.code.name if case.rounds_tokens else "bfloat16")
         assert tiles is not None and tiles.stages >= 2 and tiles.tokens >= min(case.num_rows, 64), case
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_threads_wait_for_the_copies_of_their_stage_and_no_others(
+    stages: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter knows no groups of `cp.async`, so threads are simulated: what they copy, and wait for."""
+    copied: list[tuple[int, int]] = []  # the first of the inputs of each copy, and the slot
+    computed: list[int] = []
+    done, split, line, size = 0, 1, 64, 128
+
+    class Where:
+        """A reference that remembers how it was indexed."""
+
+        def __init__(self, *index: Any) -> None:
+            self.index, self.at = index, self
+
+        def __getitem__(self, index: Any) -> "Where":
+            return Where(*(index if isinstance(index, tuple) else (index,)))
+
+    def copy(source: Where, into: Where, oob_mode: Any) -> None:
+        copied.append((int(source.index[-1].start), int(into.index[0])))
+
+    def wait(count: int) -> None:
+        nonlocal done
+        done = len(copied) - count
+
+    def plus(total: int, matrices: Where, rows: Where, own: Any, masks: Any) -> int:
+        first, slot = split * steps + total, int(matrices.index[0])
+        assert done == 2 * (total + 1) and int(rows.index[0]) == slot
+        newest = [start for start, into in copied if into == slot][-2:]  # nothing else has been copied over them
+        assert newest == [first * line, first * size]
+        computed.append(first)
+        return total + 1
+
+    def loop(begin: int, end: int, body: Any, carry: Any) -> Any:
+        for step in range(begin, end):
+            carry = body(jnp.int32(step), carry)
+        return carry
+
+    monkeypatch.setattr(gpu_before_hopper.plgpu, "copy_gmem_to_smem", copy)
+    monkeypatch.setattr(gpu_before_hopper.plgpu, "wait_gmem_to_smem", wait)
+    monkeypatch.setattr(gpu_before_hopper.pl, "when", lambda condition: lambda function: function() if condition else 0)
+    monkeypatch.setattr(gpu_before_hopper.lax, "fori_loop", loop)
+    product: Any = SimpleNamespace(
+        tiles=QuantizedTiles(8, 1, line, stages, 2), steps=steps, inputs=size, plus=plus, nothing=lambda: 0,
+        of_stage=lambda *_: ((), ()), of_rows=lambda total, *_: total,
+    )  # fmt: skip
+    unit: Any = SimpleNamespace(split=split, matrix=0, column=0, tile=0)
+    factors: Any = SimpleNamespace(masks=())
+    memory: Any = {"matrices": Where(), "rows": Where()}
+    WarpgroupUnit(product, "cp.async").compute(unit, Where(), Where(), factors, memory)
+    assert computed == list(range(steps, 2 * steps))
+    assert len(copied) == done == 2 * steps
 
 
 def test_four_warps_share_the_copy_of_rows() -> None:
