@@ -38,7 +38,6 @@ from jaxvllm.bench.kernels.counts import Work
 from jaxvllm.bench.kernels.device import describe, package_versions
 from jaxvllm.bench.kernels.paged import OurAttention, PagedContender
 from pallas_kernels.backend import REFERENCE, Backend
-from pallas_kernels.ragged_paged_attention import backend_for
 from pallas_kernels.ragged_paged_attention.cases import CASES, SERVING, RaggedCase
 
 GOALS_FIRST = tuple(
@@ -60,7 +59,7 @@ def chosen(pattern: str | None) -> list[RaggedCase]:
 
 def contenders(device: jax.Device, dtype: jnp.dtype, worker: TorchWorker) -> list[Contender]:
     """Returns the contenders, ours first."""
-    backend = backend_for(128, Backend.of_device("auto", device, dtype))
+    backend = Backend.of_device("auto", device, dtype)
     ours = PagedContender(f"ours ({backend.kind})", OurAttention(backend), backend, device)
     reference = PagedContender("reference", OurAttention(REFERENCE), REFERENCE, device)
     return [

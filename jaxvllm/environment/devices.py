@@ -10,14 +10,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.chips import CHIPS
-from pallas_kernels.ragged_paged_attention import backend_for
 
 DTYPES = ("float32", "bfloat16", "float16")
-HEAD_SIZE = 128  # that of most models
 
 
 def devices_found() -> dict[str, Any]:
-    """Returns the devices by kind, their driver, and the attention backend that `auto` chooses for each dtype."""
+    """Returns the devices by kind, their driver, and the attention backend that `auto` chooses for each dtype.
+
+    Heads that this backend has no kernel for are left to plain XLA (`backend_for`).
+    """
     devices = jax.devices()
     first = devices[0]
     known = [chip.name for chip in CHIPS.values() if chip.device_kind == first.device_kind]
@@ -41,7 +42,7 @@ def _attention(device: jax.Device, dtype: str) -> dict[str, str | None]:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        backend = backend_for(HEAD_SIZE, Backend.of_device("auto", device, jnp.dtype(dtype)))
+        backend = Backend.of_device("auto", device, jnp.dtype(dtype))
     finally:
         logger.removeHandler(reasons)
     chip = None if backend.chip is None else backend.chip.name

@@ -17,6 +17,7 @@ from pallas_kernels.ragged_paged_attention.layout import (
     ScaledPages,
     codes_of,
     scale_shape,
+    shares_keys_with_few,
     takes_warps,
 )
 from pallas_kernels.ragged_paged_attention.quantize import KVQuantization
@@ -47,9 +48,9 @@ def plan_rows(
     latents in them. XLA does not move the planning out of a loop over layers by itself: it would be some six small
     kernels a layer on GPU.
     """
-    if not isinstance(backend.chip, GpuChip):
-        return None
     codes: jax.Array | jax.ShapeDtypeStruct = codes_of(kv_pages)
+    if not isinstance(backend.chip, GpuChip) or not shares_keys_with_few(num_heads // codes.shape[2], latent_size):
+        return None
     width = codes.shape[-1]
     head_size = width // 2 if latent_size is None else width
     value_size = None if latent_size is None else RowLayout.of(head_size, latent_size, backend).value_size
@@ -153,7 +154,8 @@ def ragged_paged_attention(
         if new is not None:
             pages = write_kv(new, pages, layer, rows)
         options |= {"scales": scales}
-        if isinstance(backend.chip, GpuChip):
+        # Plain XLA reads the pages of GPUs, too, where more query heads share a KV head than their kernels take.
+        if isinstance(backend.chip, GpuChip) and shares_keys_with_few(q.shape[1] // pages.shape[2], latent_size):
             options |= {"plan": plan, "latent_size": value_size, "chip": backend.chip, "interpret": backend.interpret}
             out = _gpu_kernels(backend.chip).attend(q, pages, layer, rows, **options)
         else:

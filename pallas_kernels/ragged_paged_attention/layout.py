@@ -68,6 +68,8 @@ LATENT_ALIGNMENT = {"reference": 1, "tpu": 128, "gpu": 128, "cpu": 16}
 # The GPU's kernels keep the sums of a tile of queries in registers, and larger heads do not fit. Beside the queries of
 # latents, and keys of 576 (DeepSeek V3), shared memory has room for two blocks of the latter, but not of wider ones.
 LARGEST_GPU_HEAD, LARGEST_GPU_KEY = 256, 576
+# The query heads of a KV head are rows of one tile of theirs, which has so many. Those over latents are divided.
+LARGEST_GPU_GROUP = 64
 # The first numbers of the compute capabilities of GPUs whose matrix units have instructions for a warp alone. Those of
 # Hopper (9) and of B200 (10) work for a whole warpgroup.
 WARP_GENERATIONS = (7, 8, 12)
@@ -78,15 +80,22 @@ def takes_warps(chip: GpuChip) -> bool:
     return chip.compute_capability[0] in WARP_GENERATIONS
 
 
-def backend_for(head_size: int, backend: Backend, latent_size: int | None = None) -> Backend:
+def shares_keys_with_few(group: int, latent_size: int | None = None) -> bool:
+    """Returns whether the kernels for GPUs take `group` query heads for each KV head."""
+    return latent_size is not None or group <= LARGEST_GPU_GROUP
+
+
+def backend_for(head_size: int, backend: Backend, latent_size: int | None = None, group: int = 1) -> Backend:
     """Returns `backend`, or the reference where its kernels have no such heads: of 512 (Gemma 4), or latents with keys
-    of an index (DeepSeek V3.2). GPUs before Hopper, and those of GeForce and RTX PRO, have no kernel for latents."""
+    of an index (DeepSeek V3.2). GPUs before Hopper, and those of GeForce and RTX PRO, have no kernel for latents, and
+    none has one for more query heads with a KV head, `group`, than `shares_keys_with_few` says."""
     if not isinstance(backend.chip, GpuChip):
         return backend
     largest = LARGEST_GPU_HEAD if latent_size is None else LARGEST_GPU_KEY
     has_heads = RowLayout.of(head_size, latent_size, backend).key_size <= largest
     is_missing = latent_size is not None and takes_warps(backend.chip)
-    return backend if has_heads and not is_missing else REFERENCE
+    is_taken = has_heads and not is_missing and shares_keys_with_few(group, latent_size)
+    return backend if is_taken else REFERENCE
 
 
 def padded_head_size(head_size: int, backend: Backend) -> int:

@@ -8,10 +8,13 @@ import pytest
 
 from jaxvllm.bench.kernels import ceilings, inputs, measure, timing
 from jaxvllm.bench.kernels.contender import LayerOutcome
+from jaxvllm.bench.kernels.measure import KernelBenchmark, KernelOptions
 from jaxvllm.bench.kernels.paged import PagedContender
 from jaxvllm.bench.kernels.timing import Timing
 from jaxvllm.cli.bench import main
-from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
+from pallas_kernels.backend import Backend
+from pallas_kernels.chips import chip_named
+from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase, RowCase
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -87,3 +90,14 @@ def test_no_case_starts_when_the_minutes_are_over(capsys):
 def test_cases_that_there_are_not(capsys, pattern, message):
     assert main(["kernels", "--cases", pattern]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_only_cases_that_a_gpu_has_a_kernel_for_are_measured_with_it():
+    benchmark = KernelBenchmark(KernelOptions("^decode-tiny$"))
+    latents, heads = (
+        next(case for case in CASES if (case.latent_size is None) == is_plain) for is_plain in (False, True)
+    )
+    for chip, names in (("l4", ["reference"]), ("h200", ["ours (gpu)", "reference"])):
+        backend = Backend.of_chip(chip_named(chip))
+        assert [one.name for one in benchmark._contenders(latents, backend)] == names
+        assert [one.name for one in benchmark._contenders(heads, backend)] == ["ours (gpu)", "reference"]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, chip_named
-from pallas_kernels.ragged_paged_attention import backend_for, gpu_mma, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import backend_for, gpu_mma, plan_rows, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase, RowCase
 from pallas_kernels.ragged_paged_attention.gpu_mma import copies
 from pallas_kernels.ragged_paged_attention.gpu_mma.codes import decoded
@@ -183,6 +183,20 @@ def _simulate(
         assert len(copied) - done == later  # none of them is waited for
         ours.start_next(jnp.int32(number))
     return copied
+
+
+def test_more_heads_of_a_kv_head_than_a_tile_has_rows_are_left_to_plain_xla() -> None:
+    sizes: dict[str, Any] = dict(num_heads=71, num_kv_heads=1, head_size=64, rows=rows((1, 17), (1, 40)), num_tokens=2)
+    many = dataclasses.replace(DECODE, kv_dtype="float8_e4m3fn", **sizes)
+    call = make_call(many, np.float16, backend("l4"))
+    check(call, backend("l4"))
+    for name in ("l4", "h200"):
+        assert (
+            backend_for(64, backend(name), group=64).kind == "gpu"
+            and backend_for(64, backend(name), group=71) == REFERENCE
+        )
+        plan = partial(plan_rows, call.rows, call.pages, dtype=np.float16, backend=backend(name))
+        assert plan(num_heads=71) is None and plan(num_heads=64) is not None
 
 
 def test_what_the_kernels_cannot_is_refused() -> None:

@@ -105,11 +105,11 @@ class KernelBenchmark:
     def run(self) -> Iterator[KernelResult]:
         """Yields each case when it is measured, until the minutes are over. An exception is an outcome, too."""
         end = time.monotonic() + 60 * self.options.minutes
-        field = self._contenders()
+        backend = Backend.of_device(self.options.attention_backend, self.device, self.dtype)
         for case in self.options.chosen:
             if time.monotonic() > end:
                 return
-            outcomes = {one.name: self._outcome(one, case) for one in field}
+            outcomes = {one.name: self._outcome(one, case) for one in self._contenders(case, backend)}
             yield KernelResult(case, Work.of(case, self.dtype), self.ceilings, outcomes)
 
     def record(self, results: Sequence[KernelResult]) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class KernelBenchmark:
         about = {"dtype": self.dtype.name, "about_device": describe(self.device), "ceilings": ceilings}
         return about | {"cases_not_measured": left, "results": [result.record() for result in results]}
 
-    def _contenders(self) -> list[PagedContender]:
-        backend = backend_for(128, Backend.of_device(self.options.attention_backend, self.device, self.dtype))
+    def _contenders(self, case: RaggedCase, backend: Backend) -> list[PagedContender]:
+        backend = backend_for(case.head_size, backend, case.latent_size, case.num_heads // case.num_kv_heads)
         reference = PagedContender("reference", OurAttention(REFERENCE), REFERENCE, self.device)
         if backend == REFERENCE:
             return [reference]
