@@ -19,6 +19,9 @@ SWIZZLED_ROWS = 8  # after so many rows the swizzle begins again
 RESERVED = 5 * KIB // 2
 
 type MatrixUnit = Literal["wgmma", "mma"]
+# An engine copies, and arrives at a barrier; each thread copies 16 bytes at a time, and waits for its own copies; or
+# threads load into registers, wait, and store.
+type CopyUnit = Literal["tma", "cp.async", "loads"]
 type Ref = Any  # a reference of Pallas, for which jax has no public type
 
 
@@ -28,6 +31,16 @@ def matrix_unit_of(chip: GpuChip) -> MatrixUnit:
     wgmma multiplies from shared memory, and only Hopper has it. mma multiplies from registers.
     """
     return "wgmma" if chip.compute_capability == HOPPER else "mma"
+
+
+def copy_unit_of(chip: GpuChip, interpret: bool) -> CopyUnit:
+    """Returns what copies into shared memory.
+
+    The interpreter knows barriers, and detects races with them, but no groups of `cp.async`: it takes TMA's copies.
+    """
+    if not chip.has_async_copies:
+        return "loads"
+    return "tma" if chip.has_copy_engine or interpret else "cp.async"
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, lanes: int = LANES) -> Any:

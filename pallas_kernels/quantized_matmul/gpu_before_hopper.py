@@ -8,7 +8,7 @@ Several CTAs share a multiprocessor, so that one computes while another waits. W
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, plan_visits, visits_of_one
-from pallas_kernels.mosaic_gpu import TILE, Ref, barriers, interpretation, matrix_unit_of, swizzled
+from pallas_kernels.mosaic_gpu import (
+    TILE,
+    CopyUnit,
+    Ref,
+    barriers,
+    copy_unit_of,
+    interpretation,
+    matrix_unit_of,
+    swizzled,
+)
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, row_lanes
 from pallas_kernels.quantized_matmul.registers import RowPanels, twice
 from pallas_kernels.turing import install
 
-# What copies a stage. The interpreter knows barriers and no groups of copies, so it takes the copy engine's.
-type Copies = Literal["cp.async", "registers", "engine"]
 COPIES_OF_STAGE = 2  # codes and rows, each a group of `cp.async`
 
 
@@ -72,7 +79,7 @@ def quantized_matmul(
         matrix_unit_of(chip),
         interpret,
     )
-    unit_of_work = WarpgroupUnit(product, _copies(chip, interpret))
+    unit_of_work = WarpgroupUnit(product, copy_unit_of(chip, interpret))
     x = jnp.pad(product.reordered(x), ((0, tokens + -num_rows % ALIGNMENT), (0, 0)))
     visits, num_visits = (
         visits_of_one(num_rows, tokens) if starts is None else plan_visits(starts, num_rows, tokens, first=0)
@@ -144,18 +151,12 @@ def quantized_matmul(
     return result[:, :, : scales.shape[1] // panels].reshape(num_rows, -1)
 
 
-def _copies(chip: GpuChip, interpret: bool) -> Copies:
-    if not chip.has_async_copies:
-        return "registers"
-    return "engine" if interpret else "cp.async"
-
-
 @dataclass(frozen=True)
 class WarpgroupUnit:
     """A unit of work that one warpgroup does alone."""
 
     product: QuantizedProduct
-    copies: Copies
+    copy_unit: CopyUnit
 
     @property
     def lanes(self) -> int:
@@ -171,7 +172,7 @@ class WarpgroupUnit:
             "rows": swizzled((stages, tiles.tokens, self.product.inputs), self.product.dtype, self.lanes),
             "matrices": swizzled((stages, TILE, tiles.line), jnp.dtype(jnp.uint8), tiles.line),
         }
-        return memory | ({"here": barriers(COPIES_OF_STAGE, stages)} if self.copies == "engine" else {})
+        return memory | ({"here": barriers(COPIES_OF_STAGE, stages)} if self.copy_unit == "tma" else {})
 
     def compute(
         self, unit: QuantizedUnit, x: Ref, codes: Ref, factors: CodeFactors, memory: dict[str, Ref]
@@ -189,9 +190,9 @@ class WarpgroupUnit:
             own, total = carry
             later = of_stage(jnp.minimum(step + 1, last))  # under way while this stage is computed
             slot = lax.rem(step, jnp.int32(stages))
-            if self.copies == "engine":
+            if self.copy_unit == "tma":
                 plgpu.barrier_wait(memory["here"].at[slot])
-            elif self.copies == "cp.async":
+            elif self.copy_unit == "cp.async":
                 # An instruction waits until a number of copies, known when compiling, are left: those of later stages.
                 left = jnp.minimum(stages - 1, last - step)
                 for count in range(min(stages, product.steps)):
@@ -217,9 +218,9 @@ class WarpgroupUnit:
         def _() -> None:
             for name, source in sources.items():
                 into = memory[name].at[slot]
-                if self.copies == "registers":
+                if self.copy_unit == "loads":
                     into[...] = self._loaded(source)
-                elif self.copies == "cp.async":
+                elif self.copy_unit == "cp.async":
                     plgpu.copy_gmem_to_smem(source, into, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
                 else:
                     plgpu.commit_smem()
@@ -227,8 +228,6 @@ class WarpgroupUnit:
 
     def _loaded(self, source: Ref) -> jax.Array:
         """Loads a part of an array in the layout in which it is stored to shared memory."""
-        if self.product.interpret:
-            return source[...]
         dtype = jnp.dtype(source.dtype)
         lanes = self.product.tiles.line if dtype.itemsize == 1 else self.lanes
         layout = plgpu.Layout.SMEM_GMEM_COPY(source.shape, dtype, lanes * dtype.itemsize)

@@ -4,12 +4,12 @@ tma       (compute capability 9.0 and later)  an engine copies, and arrives at a
 cp.async  (8.0 to 8.9)                        each thread copies 16 bytes at a time, and waits for its own copies
 loads     (7.5)                               threads load into registers, wait, and store
 
-The interpreter knows barriers, and detects races with them, so it runs the kernels of all generations with the first.
+The interpreter runs the first in place of the second (`copy_unit_of`).
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.chips import GpuChip
-from pallas_kernels.mosaic_gpu import LANES, Ref, barriers, swizzled
+from pallas_kernels.mosaic_gpu import LANES, CopyUnit, Ref, barriers, swizzled
 from pallas_kernels.ragged_paged_attention.gpu.pieces import Piece
 from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild
 
-AMPERE = (8, 0)  # the compute capability of the first GPUs with cp.async
 # A layout of any multiple of eight numbers, which all warps have.
 FEW = plgpu.Layout.WGMMA.reduce(0)
-
-type CopyUnit = Literal["tma", "cp.async", "loads"]
-
-
-def copy_unit_of(chip: GpuChip, interpret: bool) -> CopyUnit:
-    """Returns how kernels for the chip copy."""
-    if chip.has_copy_engine or interpret:
-        return "tma"
-    return "cp.async" if chip.compute_capability >= AMPERE else "loads"
 
 
 def stages_memory(attention: AttentionBuild) -> dict[str, Any]:

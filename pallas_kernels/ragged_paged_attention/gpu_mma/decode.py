@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import Ref, interpretation
+from pallas_kernels.mosaic_gpu import CopyUnit, Ref, interpretation
 from pallas_kernels.ragged_paged_attention.gpu.pieces import Partials, Piece, slots_of, walk_pieces
 from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Where, scaled_rows
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import DecodePlan
-from pallas_kernels.ragged_paged_attention.gpu_mma.copies import BlockCopies, CopyUnit, copy_barriers
+from pallas_kernels.ragged_paged_attention.gpu_mma.copies import BlockCopies, copy_barriers
 from pallas_kernels.ragged_paged_attention.gpu_mma.fold import REDUCTION_BYTES, PieceFold, fold_memory
 
 

@@ -1,4 +1,4 @@
-"""Ragged paged attention for NVIDIA GPUs without Hopper's matrix units: Ampere, Ada, and the Blackwell of desks.
+"""Ragged paged attention for NVIDIA GPUs with matrix units of warps: Turing, Ampere, Ada, and the Blackwell of desks.
 
 The plans, the masks and the softmax are those of the kernels for Hopper (`gpu`). What differs is who does the work: one
 warpgroup fetches its blocks of KV itself and multiplies from registers (mma.sync), and while it waits, another one on
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chips import KIB, GpuChip
-from pallas_kernels.mosaic_gpu import LANES, RESERVED, TILE, WARP_ROWS
+from pallas_kernels.mosaic_gpu import LANES, RESERVED, TILE, WARP_ROWS, copy_unit_of
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
 from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Where, first_to_fit
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import AttendPlan, check_plan, plan_attention
 from pallas_kernels.ragged_paged_attention.gpu_mma.codes import converts_float8
-from pallas_kernels.ragged_paged_attention.gpu_mma.copies import AMPERE, copy_unit_of
 from pallas_kernels.ragged_paged_attention.gpu_mma.decode import decode
 from pallas_kernels.ragged_paged_attention.gpu_mma.fold import fold_memory
 from pallas_kernels.ragged_paged_attention.gpu_mma.prefill import prefill
@@ -179,7 +178,7 @@ def _wide(build: AttentionBuild, chip: GpuChip) -> AttentionBuild:
 def _sized(build: AttentionBuild, blocks: Sequence[int], chip: GpuChip) -> AttentionBuild:
     """Returns the operation with the largest blocks of which `RESIDENT` kernels fit a multiprocessor, or else one."""
     # Threads that load a block through registers wait for it at once: only another block of threads computes meanwhile.
-    stages_of = (3, 2) if chip.compute_capability >= AMPERE else (1,)
+    stages_of = (3, 2) if chip.has_async_copies else (1,)
     candidates = [replace(build, block=block, stages=stages) for block in blocks for stages in stages_of]
     # The driver takes a KiB for each block of threads.
     rooms = (chip.shared_memory_per_sm // RESIDENT - KIB, chip.shared_memory_per_block)

@@ -11,12 +11,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu import Ref, interpretation
+from pallas_kernels.mosaic_gpu import CopyUnit, Ref, interpretation
 from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS
 from pallas_kernels.ragged_paged_attention.gpu.pieces import Piece
 from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Softmax, Where, scaled_rows
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import PrefillPlan
-from pallas_kernels.ragged_paged_attention.gpu_mma.copies import BlockCopies, CopyUnit, copy_barriers
+from pallas_kernels.ragged_paged_attention.gpu_mma.copies import BlockCopies, copy_barriers
 from pallas_kernels.ragged_paged_attention.gpu_mma.fold import REDUCTION_BYTES, PieceFold, fold_memory
 
 
