@@ -90,18 +90,18 @@ def quantized_matmul(
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_matrices, num_columns, _ = codes.shape
     build = QuantizedProduct(
-        tiles,
-        code,
-        scale_dtype,
-        zeros is not None,
-        row_scales is not None,
-        x.dtype,
-        size,
-        size // scales.shape[-1],
-        num_columns,
-        RowPanels(num_columns // panels, scales.shape[1] // panels),
-        matrix_unit_of(chip),
-        interpret,
+        tiles=tiles,
+        code=code,
+        scale_dtype=scale_dtype,
+        has_zeros=zeros is not None,
+        has_row_scales=row_scales is not None,
+        dtype=x.dtype,
+        size=size,
+        group=size // scales.shape[-1],
+        num_columns=num_columns,
+        panels=RowPanels(num_columns // panels, scales.shape[1] // panels),
+        matrix_unit=matrix_unit_of(chip),
+        interpret=interpret,
     )
     # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.
     x = jnp.pad(build.reordered(x), ((0, max(-num_rows % ALIGNMENT, tiles.tokens - num_rows)), (0, 0)))

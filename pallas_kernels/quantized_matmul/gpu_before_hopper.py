@@ -66,18 +66,18 @@ def quantized_matmul(
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_columns, tokens = codes.shape[1], tiles.tokens
     product = QuantizedProduct(
-        tiles,
-        code,
-        scale_dtype,
-        zeros is not None,
-        row_scales is not None,
-        x.dtype,
-        size,
-        size // scales.shape[-1],
-        num_columns,
-        RowPanels(num_columns // panels, scales.shape[1] // panels),
-        matrix_unit_of(chip),
-        interpret,
+        tiles=tiles,
+        code=code,
+        scale_dtype=scale_dtype,
+        has_zeros=zeros is not None,
+        has_row_scales=row_scales is not None,
+        dtype=x.dtype,
+        size=size,
+        group=size // scales.shape[-1],
+        num_columns=num_columns,
+        panels=RowPanels(num_columns // panels, scales.shape[1] // panels),
+        matrix_unit=matrix_unit_of(chip),
+        interpret=interpret,
     )
     unit_of_work = WarpgroupUnit(product, copy_unit_of(chip, interpret))
     x = jnp.pad(product.reordered(x), ((0, tokens + -num_rows % ALIGNMENT), (0, 0)))

@@ -48,7 +48,7 @@ class CodeFactors(NamedTuple):
     masks: tuple[jax.Array, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class QuantizedProduct:
     """The work of a CTA's warps on one unit, with everything that is known when compiling."""
 

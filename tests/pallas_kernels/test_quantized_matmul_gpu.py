@@ -121,8 +121,9 @@ def test_equals_float64(way: Way) -> None:
 def product_of(code: Code, dtype: str) -> QuantizedProduct:
     tiles = QuantizedTiles(8, 1, 64, 2, 1)
     return QuantizedProduct(
-        tiles, code, "float32", False, False, jnp.dtype(dtype), 512, 128, 64, RowPanels(), "wgmma", True
-    )
+        tiles=tiles, code=code, scale_dtype="float32", has_zeros=False, has_row_scales=False, dtype=jnp.dtype(dtype),
+        size=512, group=128, num_columns=64, panels=RowPanels(), matrix_unit="wgmma", interpret=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

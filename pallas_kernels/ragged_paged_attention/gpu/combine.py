@@ -29,6 +29,17 @@ JOINED_PIECES = 8
 type _Joined = tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 
+def empty_out(q: jax.Array, attention: AttentionBuild) -> jax.Ref:
+    """Returns memory for the outputs of q f[T, H, D], [T, K, G or more, D], which `combine` fills.
+
+    The threads of a warpgroup share the heads of a group evenly.
+    """
+    group, head_size = attention.group, attention.head_size
+    out_heads = next(heads for heads in (group, group + 1) if heads * head_size % WARPGROUP_THREADS == 0)
+    shape = len(q), attention.num_kv_heads, out_heads, head_size
+    return jax.empty_ref(jax.ShapeDtypeStruct(shape, q.dtype))
+
+
 def combine(
     partials: Partials,
     plan: DecodePlan,

@@ -22,12 +22,20 @@ from pallas_kernels.mosaic_gpu import (
     TILE,
     matrix_unit_of,
 )
-from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
+from pallas_kernels.ragged_paged_attention.gpu.combine import combine, empty_out
 from pallas_kernels.ragged_paged_attention.gpu.decode import decode, decode_memory
 from pallas_kernels.ragged_paged_attention.gpu.latent import attend_latents, latent_memory
 from pallas_kernels.ragged_paged_attention.gpu.prefill import HALVES, prefill, prefill_memory
-from pallas_kernels.ragged_paged_attention.gpu.tile import ALIGNMENT, AttentionBuild, Where, first_to_fit
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    ALIGNMENT,
+    AttentionBuild,
+    Where,
+    first_to_fit,
+    problem_of_queries,
+    refuse,
+)
 from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
+    DRAFT_QUERIES,
     LEAST_BLOCKS,
     AttendPlan,
     LatentPlan,
@@ -37,9 +45,6 @@ from pallas_kernels.ragged_paged_attention.gpu.work_plan import (
 )
 from pallas_kernels.ragged_paged_attention.layout import LARGEST_GPU_HEAD, LARGEST_GPU_KEY
 from pallas_kernels.ragged_paged_attention.rows import RaggedRows
-
-# Rows with up to this many queries count as decoding: one token and the drafts to verify.
-DRAFT_QUERIES = 8
 
 
 def make_plan(
@@ -120,7 +125,7 @@ def attend(
     how: dict[str, Any] = {"by_token": by_token, "scale": scale, "soft_cap": soft_cap, "interpret": interpret}
     if isinstance(plan, LatentPlan):
         assert latent_size is not None
-        _refuse("latents with sinks or slopes" if sinks is not None or slopes is not None else None)
+        refuse("latents with sinks or slopes" if sinks is not None or slopes is not None else None)
         latent = _latent(q, kv_pages, chip, latent_size, **how)
         groups, group = _head_groups(num_heads)
         grouped = jnp.pad(q, ((0, 0), (0, groups * group - num_heads), (0, 0)))
@@ -132,17 +137,14 @@ def attend(
     group = attention.group
     grouped = q.reshape(num_tokens, attention.num_kv_heads, group, head_size)
     kv = kv_pages.reshape(-1, attention.page_size, 2 * head_size)
-    # `combine` spreads the heads of a group over the threads of a warpgroup.
-    out_heads = next(heads for heads in (group, group + 1) if heads * head_size % WARPGROUP_THREADS == 0)
-    out_shape = (num_tokens, attention.num_kv_heads, out_heads, head_size)
-    out = jax.empty_ref(jax.ShapeDtypeStruct(out_shape, q.dtype))
+    out = empty_out(q, attention)
     if plan.prefill is not None:
         wide = _wide(attention, chip)
         prefill(grouped, kv, rows.page_table, plan.prefill, where, sinks, slopes, of_tokens, out, wide, chip=chip)
     narrow, queries = _narrow(attention, chip), _decode_queries(attention, rows)
-    sizes = {"queries": queries, "out_heads": out_heads}
+    sizes = {"queries": queries, "out_heads": out.shape[2]}
     partials = decode(grouped, kv, rows.page_table, plan.decode, where, slopes, of_tokens, narrow, **sizes)
-    combine(partials, plan.decode, where, sinks, out, narrow, query_rows=out_heads)
+    combine(partials, plan.decode, where, sinks, out, narrow, query_rows=out.shape[2])
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
 
@@ -162,7 +164,7 @@ def _attention(
     _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
     group = num_heads // num_kv_heads
     too_many = f"{group} query heads share a KV head, more than {TILE}" if group > TILE else None
-    _refuse(too_many or _problem(q, chip, LARGEST_GPU_HEAD))
+    refuse(too_many or _problem(q, chip, LARGEST_GPU_HEAD))
     return AttentionBuild(
         scale=scale,
         soft_cap=soft_cap,
@@ -212,7 +214,7 @@ def _latent(
         problem = f"latents have {kv_pages.shape[2]} KV heads, more than one"
     elif latent_size % (HALVES * LANES):
         problem = f"latents have size {latent_size}, not a multiple of {HALVES * LANES}"
-    _refuse(problem or _problem(q, chip, LARGEST_GPU_KEY))
+    refuse(problem or _problem(q, chip, LARGEST_GPU_KEY))
     attention = AttentionBuild(
         scale=scale,
         soft_cap=soft_cap,
@@ -279,17 +281,6 @@ def _first_to_fit(
 
 def _problem(q: jax.Array | jax.ShapeDtypeStruct, chip: GpuChip, largest: int) -> str | None:
     """Returns why no kernel takes these queries, whose heads may have sizes up to `largest`."""
-    head_size = q.shape[-1]
     if not chip.has_copy_engine:
         return f"{chip.name} has compute capability {chip.compute_capability}, below {HOPPER}"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
-    if head_size % LANES or head_size > largest:
-        return f"heads have size {head_size}, not a multiple of {LANES} up to {largest}"
-    return None
-
-
-def _refuse(problem: str | None) -> None:
-    """Raises NotImplementedError if there is a problem."""
-    if problem is not None:
-        raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")
+    return problem_of_queries(q, largest)

@@ -224,6 +224,22 @@ def first_to_fit(
     return None
 
 
+def refuse(problem: str | None) -> None:
+    """Raises NotImplementedError if there is a problem."""
+    if problem is not None:
+        raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")
+
+
+def problem_of_queries(q: jax.Array | jax.ShapeDtypeStruct, largest: int) -> str | None:
+    """Returns why no kernel takes these queries, whose heads may have sizes up to `largest`."""
+    head_size = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
+    if head_size % LANES or head_size > largest:
+        return f"heads have size {head_size}, not a multiple of {LANES} up to {largest}"
+    return None
+
+
 def scaled_rows(x: jax.Array, factors: jax.Array) -> jax.Array:
     """Multiplies each row of x f[M, columns] by its factor f[M]."""
     return x * lax.broadcast_in_dim(factors, x.shape, [0])

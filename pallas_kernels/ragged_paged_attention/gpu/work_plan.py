@@ -13,6 +13,8 @@ from pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 # A share of KV smaller than this many blocks is not worth a pipe.
 LEAST_BLOCKS = 2
+# Rows with up to this many queries count as decoding, if a tile has room for them: one token and the drafts to verify.
+DRAFT_QUERIES = 8
 
 
 class DecodePlan(NamedTuple):

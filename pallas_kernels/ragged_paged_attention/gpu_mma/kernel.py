@@ -15,9 +15,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.chips import KIB, GpuChip
 from pallas_kernels.mosaic_gpu import LANES, RESERVED, TILE, WARP_ROWS, copy_unit_of
-from pallas_kernels.ragged_paged_attention.gpu.combine import WARPGROUP_THREADS, combine
-from pallas_kernels.ragged_paged_attention.gpu.tile import AttentionBuild, Where, first_to_fit
-from pallas_kernels.ragged_paged_attention.gpu.work_plan import AttendPlan, check_plan, plan_attention
+from pallas_kernels.ragged_paged_attention.gpu.combine import combine, empty_out
+from pallas_kernels.ragged_paged_attention.gpu.tile import (
+    AttentionBuild,
+    Where,
+    first_to_fit,
+    problem_of_queries,
+    refuse,
+)
+from pallas_kernels.ragged_paged_attention.gpu.work_plan import DRAFT_QUERIES, AttendPlan, check_plan, plan_attention
 from pallas_kernels.ragged_paged_attention.gpu_mma.codes import converts_float8
 from pallas_kernels.ragged_paged_attention.gpu_mma.decode import decode
 from pallas_kernels.ragged_paged_attention.gpu_mma.fold import fold_memory
@@ -31,8 +37,6 @@ from pallas_kernels.turing import install
 RESIDENT = 2
 # A share of fewer tokens than this is not worth a block of threads.
 LEAST_TOKENS = 128
-# Rows with up to this many queries count as decoding, if a tile has room for them.
-DRAFT_QUERIES = 8
 
 
 def make_plan(
@@ -48,7 +52,7 @@ def make_plan(
 
     Call it once a step, before the loop over layers.
     """
-    _refuse(_problem(q, kv_pages, chip, latent_size))
+    refuse(_problem(q, kv_pages, chip, latent_size))
     build = _build(q, kv_pages, by_token=by_token, scale=1.0, soft_cap=None, has_slopes=False, interpret=False)
     narrow, num_rows = _narrow(build, chip), len(rows.kv_lens)
     shares = num_rows * narrow.num_kv_heads * -(-rows.page_table.shape[1] * narrow.page_size // LEAST_TOKENS)
@@ -113,9 +117,7 @@ def attend(
     of_heads = jnp.pad(of_heads, ((0, 0), (0, TILE), (0, 0)))
     kv = kv_pages.reshape(-1, build.page_size, 2 * head_size)
     of_tokens = None if scales is None else scales.reshape(-1, build.page_size)
-    # The threads of a warpgroup share the heads of a group evenly.
-    out_heads = next(heads for heads in (group, group + 1) if heads * head_size % WARPGROUP_THREADS == 0)
-    out = jax.empty_ref(jax.ShapeDtypeStruct((num_tokens, num_kv_heads, out_heads, head_size), q.dtype))
+    out = empty_out(q, build)
     if plan.prefill is not None:
         arguments = of_heads, kv, rows.page_table, plan.prefill, where, sinks, slopes, of_tokens
         prefill(*arguments, out, wide, **on_chip)
@@ -197,23 +199,13 @@ def _problem(
     latent_size: int | None,
 ) -> str | None:
     """Returns why the kernels do not take these queries and pages."""
-    head_size, group = q.shape[-1], q.shape[1] // kv_pages.shape[2]
+    group = q.shape[1] // kv_pages.shape[2]
     if not takes_warps(chip):
         return f"{chip.name} has compute capability {chip.compute_capability}"
     if q.dtype == jnp.bfloat16 and not chip.computes_bf16:
         return f"{chip.name} does not multiply bfloat16 (the option dtype: take float16)"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries are {q.dtype}, neither bfloat16 nor float16 (the option dtype)"
     if latent_size is not None:
         return "latents"
-    if head_size % LANES or head_size > LARGEST_GPU_HEAD:
-        return f"heads have size {head_size}, not a multiple of {LANES} up to {LARGEST_GPU_HEAD}"
     if group > TILE:
         return f"{group} query heads share a KV head, more than {TILE}"
-    return None
-
-
-def _refuse(problem: str | None) -> None:
-    """Raises NotImplementedError if there is a problem."""
-    if problem is not None:
-        raise NotImplementedError(f"the GPU kernel cannot: {problem}. Use the backend reference")
+    return problem_of_queries(q, LARGEST_GPU_HEAD)
