@@ -315,7 +315,8 @@ def test_dora_divides_by_the_norms_of_the_weights_that_are_there(
         # A step is held back, and what is left of it computes with the head that it had.
         patch.setattr(holder, "_forwarded", Forwarded(unsampled, unsampled, head_of(holder.params)))
         llm.update_weights(first)
-        assert not any(array.is_deleted() for array in jax.tree.leaves(holder._forwarded.head))
+        assert (held := holder._forwarded) is not None
+        assert not any(array.is_deleted() for array in jax.tree.leaves(held.head))
     assert tokens(first, adapter) == expected[0]
 
 
