@@ -8,7 +8,7 @@ The devices have room for a few adapters at once, `max_loras`, in numbered slots
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ class LoraSlots:
     def held(self) -> Mapping[str, LoraAdapter]:
         """The adapters of running requests, by their ids."""
         return self._held
+
+    @property
+    def digests(self) -> Set[bytes]:
+        """The digests of the adapters that have a slot, whether a request uses it or none."""
+        return self._slots.keys()
 
     def can_take(self, adapter: LoraAdapter) -> bool:
         """Returns whether a request with this adapter could run now."""

@@ -43,15 +43,22 @@ class _AdapterTurns:
 
     slots: LoraSlots
     most_passing: int
+    queue: WaitingQueue
     closed: set[bytes] = field(default_factory=set)  # the digests of adapters that get no more requests
     last_arrival: float = math.inf  # of the requests that may pass
 
     def may_begin(self, request: Request) -> bool:
         """Returns whether this request, the next in the queue's order, may run as far as its adapter is concerned."""
         adapter, arrival = request.adapter, request.key.arrival
-        if adapter is None or (self.slots.can_take(adapter) and arrival <= self.last_arrival):
+        if adapter is None:
             return True
-        self.closed.add(adapter.digest)
+        has_room = self.slots.can_take(adapter)
+        if has_room and arrival <= self.last_arrival:
+            return True
+        if has_room:
+            self.closed.add(adapter.digest)
+        else:  # nor has any other adapter without a slot: a turn for each of thousands would take most of the step
+            self.closed |= self.queue.adapters - self.slots.digests
         self.last_arrival = min(self.last_arrival, arrival + self.most_passing)
         return False
 
@@ -140,7 +147,7 @@ class Prefills:
         if self.running and not self.policy.joins_running:
             return
         postponed: list[Queued] = []
-        turns = _AdapterTurns(self.lora_slots, self.slots.num_slots)
+        turns = _AdapterTurns(self.lora_slots, self.slots.num_slots, self.queue)
         # No more are looked past than there are slots: thousands may wait for one new system prompt.
         while budget > 0 and len(postponed) < self.slots.num_slots:
             if (queued := self.queue.first(turns.closed)) is None:

@@ -110,6 +110,7 @@ class GenerationRequest:
     wants_explanation: bool = False  # the last output of each completion tells what each step did for it
     pooling: Pooling | None = None  # nothing is generated: the output is a vector of the prompt
     lora_request: LoRARequest | None = None  # the adapter that changes the model for it
+    answer_id: str | None = None  # the id of the server's answer that it is a part of; None: `request_id`
 
     @property
     def is_prompt_only(self) -> bool:
@@ -143,6 +144,7 @@ class RequestOptions(TypedDict, total=False):
     wants_explanation: bool
     pooling: Pooling | None
     lora_request: LoRARequest | None
+    answer_id: str | None
 
 
 @dataclass(frozen=True, order=True)

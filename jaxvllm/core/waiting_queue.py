@@ -86,6 +86,11 @@ class WaitingQueue:
         """The request whose turn it is, which stays in the queue."""
         return self.first(())
 
+    @property
+    def adapters(self) -> set[bytes]:
+        """The digests of the adapters that requests in the queue have."""
+        return {digest for digest in self._lanes if digest is not None}
+
     def first(self, closed: Collection[bytes]) -> Queued | None:
         """Returns the request whose turn it is but for those with the adapters `closed`. It stays in the queue."""
         self._drop_ended()

@@ -4,7 +4,6 @@ A command travels in `wire.Ask` to one engine, or from a pool to all of its engi
 `wire.CommandAnswer`. So a new command is a class here, and perhaps an endpoint that asks it.
 """
 
-import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import chain
@@ -15,6 +14,7 @@ import msgspec
 
 from jaxvllm.core.lora import LoRARequest
 from jaxvllm.core.pause import PauseMode, SleepTag
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.core.weight_version import KVChange
 from jaxvllm.engine.page_view import PoolView
 
@@ -35,7 +35,7 @@ class EngineCommand[Answer](msgspec.Struct, frozen=True, array_like=True, tag=Tr
     def run(self, engine: "Engine") -> Answer:
         """Does it. A ValueError or a NotImplementedError is told to the caller, and the engine goes on."""
 
-    def ends(self, request_id: str) -> bool:
+    def ends(self, request: GenerationRequest) -> bool:
         """Returns whether it ends this request, which waits outside the engine until its grammar is compiled."""
         return False
 
@@ -172,12 +172,8 @@ class SetPause(YesNoCommand, frozen=True):
             engine.pause(self.mode)
         return True
 
-    def ends(self, request_id: str) -> bool:
+    def ends(self, request: GenerationRequest) -> bool:
         return self.mode == "abort"
-
-
-# What the server adds to the id of an answer, to name its requests in the engine: see `RequestId.names`.
-_SUFFIXES = (re.compile(r"-\d+\Z"), re.compile(r"-[0-9a-f]{16}\Z"))
 
 
 class AbortRequests(EngineCommand[int], frozen=True):
@@ -186,20 +182,16 @@ class AbortRequests(EngineCommand[int], frozen=True):
     The answer is how many have ended, but for those whose grammars still compile.
     """
 
-    request_ids: frozenset[str] | None
+    answer_ids: frozenset[str] | None
 
     answers: ClassVar[type] = int
 
     def run(self, engine: "Engine") -> int:
-        return engine.abort_all([name for name in engine.outputs.request_ids if self.ends(name)])
+        outputs = engine.outputs
+        return engine.abort_all([name for name in outputs.request_ids if self.ends(outputs.request(name))])
 
-    def ends(self, request_id: str) -> bool:
-        if self.request_ids is None:
-            return True
-        names = [request_id]
-        for suffix in _SUFFIXES:
-            names += [suffix.sub("", name) for name in names]
-        return not self.request_ids.isdisjoint(names)
+    def ends(self, request: GenerationRequest) -> bool:
+        return self.answer_ids is None or (request.answer_id or request.request_id) in self.answer_ids
 
     def joined(self, answers: Sequence[int]) -> int:
         return sum(answers)

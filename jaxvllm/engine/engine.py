@@ -358,8 +358,10 @@ class Engine:
         """Replaces the weights between two steps, and returns the name of the new ones.
 
         Nothing is compiled, but for stacks of layers that a part changes. Either all are replaced or none: after an
-        error the engine goes on with those before, and so do requests that run. Steps that were dispatched compute with
-        those before. The whole model must fit a second time, unless it is a tree whose arrays are in place.
+        error the engine goes on with those before, and so do requests that run. Only where a device has no memory left
+        to compute ratios of DoRA or to move experts, the engine goes on with the new ones, and requests are dropped.
+        Steps that were dispatched compute with those before. The whole model must fit a second time, unless it is a
+        tree whose arrays are in place.
 
         source: a tree like `Engine.weights`, whose arrays are used as they are where they are in place, something
             that `HoldsWeights`, arrays by their names in a checkpoint, which come into the forms that the engine

@@ -27,7 +27,7 @@ class IncomingWeights:
 
 
 class EngineWeights:
-    """The weights of all replicas. They change between two steps, in two moves: `prepare` may fail, `take` may not."""
+    """The weights of all replicas. They change between two steps: `prepare` may fail, and then `take` replaces all."""
 
     def __init__(
         self,
@@ -101,13 +101,19 @@ class EngineWeights:
             self._connector.version = self.version
 
     def take(self, incoming: IncomingWeights) -> None:
-        """Lets all steps from the next one on compute with these weights."""
+        """Lets all steps from the next one on compute with these weights.
+
+        Then it computes what depends on them: places of experts, and ratios of DoRA. A device may have no memory left
+        for that. After its error all replicas have the new weights, and the engine has to begin anew without requests.
+        """
         for holder, params in zip(self._holders, incoming.params, strict=False):
             holder.replace_params(params)
         self.version = incoming.version
-        for balancer in self._balancers:
-            balancer.place_all()
         for replica in self._replicas:
             replica.begin_version(incoming.version, keeps_pages=incoming.kv == "keep")
         if self._connector is not None:  # and no page of the weights before is on its way
             self._connector.version = incoming.version
+        for balancer in self._balancers:
+            balancer.place_all()
+        for holder in self._holders:
+            holder.bring_adapters_again()

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoraAdapter, LoRARequest
@@ -10,6 +11,8 @@ from jaxvllm.core.lora import LoraAdapter, LoRARequest
 
 class LoraStore:
     """Keeps the `num_kept` adapters that were asked for last. A request that is under way keeps its own as well.
+
+    No adapter is read while requests still have it: they share one copy, however many adapters are in use.
 
     An id stands for the content that was read first. One that is read again must have it still: a user who has changed
     the files would otherwise get the old adapter or the new one, whichever was in memory.
@@ -21,6 +24,7 @@ class LoraStore:
         self._num_kept = num_kept
         self._first: dict[int, tuple[LoRARequest, bytes]] = {}  # by id, with the digest
         self._kept: OrderedDict[int, LoraAdapter] = OrderedDict()  # by id, least recently used first
+        self._in_use: WeakValueDictionary[int, LoraAdapter] = WeakValueDictionary()  # by id, while anybody has it
 
     def get(self, request: LoRARequest) -> LoraAdapter:
         """Returns the adapter of `request`, which is read where it is not kept.
@@ -35,7 +39,7 @@ class LoraStore:
                 "give another",
                 "lora_request",
             )
-        adapter = self._kept.get(request.lora_int_id)
+        adapter = self._in_use.get(request.lora_int_id)
         if adapter is None:
             try:
                 adapter = self._read(Path(request.lora_path), request.lora_name)
@@ -50,7 +54,7 @@ class LoraStore:
                 "lora_request",
             )
         self._first[request.lora_int_id] = request, adapter.digest
-        self._kept[request.lora_int_id] = adapter
+        self._kept[request.lora_int_id] = self._in_use[request.lora_int_id] = adapter
         self._kept.move_to_end(request.lora_int_id)
         while len(self._kept) > self._num_kept:
             self._kept.popitem(last=False)
@@ -60,3 +64,4 @@ class LoraStore:
         """Forgets the adapter with this id, if there is one, and whose id it was."""
         self._first.pop(number, None)
         self._kept.pop(number, None)
+        self._in_use.pop(number, None)

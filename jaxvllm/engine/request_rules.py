@@ -70,8 +70,9 @@ class RequestRules:
         self._check_transfer(request)
         if request.prompt.side_inputs:
             self._check_side_inputs(request)
-        if request.session_id is not None and not isinstance(request.session_id, str):
-            raise ParameterError(f"session_id must be a string, not {request.session_id!r}", "session_id")
+        for name in ("session_id", "answer_id"):
+            if not isinstance(value := getattr(request, name), str | None):
+                raise ParameterError(f"{name} must be a string, not {value!r}", name)
         self._check_adapter(request)
         priority = request.priority
         if type(priority) is not int:

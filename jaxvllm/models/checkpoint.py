@@ -76,8 +76,13 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Returns the JSON object that a file holds. Raises ValueError that names the file if it holds none."""
+    return object_in(file.read_bytes(), file)
+
+
+def object_in(content: bytes, file: Path) -> dict[str, Any]:
+    """Returns the JSON object in the content of a file. Raises ValueError that names the file if there is none."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -48,7 +48,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
     B is multiplied by magnitude / norm.
 
     `layers` are the arrays of the model's layers. Inside shard_map, all are one device's share, and so is `spec`.
-    A magnitude of 0 says that the row has none, and so does a ratio of 0.
+    A magnitude of 0 says that the row has none, and so does a ratio of 0. A ratio that float32 cannot hold becomes 0.
     """
     stacks = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(RATIO)}
     [dtype, *_] = (array.dtype for name, array in _named(one) if name.startswith(DOWN))
@@ -71,7 +71,8 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
             # The sum of a row of zeros is 0, whatever multiplies it.
             ratios = magnitudes / jnp.where(norms > 0, norms, 1) - 1
             place = jnp.asarray(_places(stacks[key], spec.num_layers))[number]
-            found = found | {key: found[key].at[place, 0].set(jnp.where(magnitudes == 0, 0, ratios))}
+            is_given = (magnitudes != 0) & jnp.isfinite(ratios)
+            found = found | {key: found[key].at[place, 0].set(jnp.where(is_given, ratios, 0))}
         return found
 
     found = over_layers(of_layer, zeros, layers_with_lora({"layers": layers, LORA: {LAYERS: one}}), spec)
@@ -106,7 +107,9 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
 
 
 def _times(up: jax.Array, factors: jax.Array) -> jax.Array:
-    return (up.astype(jnp.float32) * factors).astype(up.dtype)
+    # Tokens of other requests are multiplied by these numbers, too, and by zero: an infinite one would make them NaN.
+    most = jnp.finfo(up.dtype).max.astype(jnp.float32)
+    return jnp.clip(up.astype(jnp.float32) * factors, -most, most).astype(up.dtype)
 
 
 def _places(stack: LayerStack, num_layers: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxvllm.models.checkpoint import read_object
+from jaxvllm.models.checkpoint import object_in
 from jaxvllm.models.safetensors_files import WeightFile, WeightFiles
 
 PEFT_CONFIG = "adapter_config.json"
@@ -79,11 +79,12 @@ class PeftConfig:
     alpha_pattern: Mapping[str, float]
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Reads the file. Raises ValueError for what is wrong, and NotImplementedError for what is not supported."""
-        if path.stat().st_size > _MOST_CONFIG_BYTES:
-            raise ValueError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes: it is no adapter_config.json of PEFT")
-        values = read_object(path)
+    def of(cls, content: bytes, path: Path) -> Self:
+        """Reads the content of the file that `path` names in errors.
+
+        Raises ValueError for what is wrong, and NotImplementedError for what is not supported.
+        """
+        values = object_in(content, path)
         if values.get("peft_type") != "LORA":
             raise NotImplementedError(f"{path}: peft_type must be LORA, not {values.get('peft_type')!r}")
         for key, allowed in _REFUSED.items():
@@ -184,8 +185,9 @@ class PeftAdapter:
                 pickled = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in directory.glob(kind))
                 found = f" It has {', '.join(pickled)}: such files can run code and are never opened." * bool(pickled)
                 raise ValueError(f"{directory} has no {name}: it must be an adapter that PEFT has saved.{found}")
-        config, path = PeftConfig.read(directory / PEFT_CONFIG), directory / PEFT_WEIGHTS
-        file = WeightFile.open(path)
+        stated, path = _config_in(directory / PEFT_CONFIG), directory / PEFT_WEIGHTS
+        config = PeftConfig.of(stated, directory / PEFT_CONFIG)
+        file = WeightFile.read(path)
         files = WeightFiles(directory, dict.fromkeys(file.tensors, PEFT_WEIGHTS), {PEFT_WEIGHTS: file})
         tensors = _modules(files, path, config.use_dora, {name: sizes[name] for name in outside})
         if unknown := sorted(tensors.keys() - sizes.keys()):
@@ -214,12 +216,20 @@ class PeftAdapter:
                     is_finite = array is None or np.isfinite(array.astype(kept).astype(np.float32)).all()
                 if not is_finite:
                     raise ValueError(f"{path}: {kind} of {name} has numbers that are not finite in {kept}")
-        digest = hashlib.sha256((directory / PEFT_CONFIG).read_bytes())
+        digest = hashlib.sha256(stated)
         for name, matrices in modules.items():
             digest.update(f"\n{name} {matrices.rank}\n".encode() + matrices.down.tobytes() + matrices.up.tobytes())
             if matrices.magnitudes is not None:
                 digest.update(matrices.magnitudes.tobytes())
         return cls(modules, config.use_dora, digest.digest())
+
+
+def _config_in(path: Path) -> bytes:
+    with path.open("rb") as file:
+        content = file.read(_MOST_CONFIG_BYTES + 1)
+    if len(content) > _MOST_CONFIG_BYTES:
+        raise ValueError(f"{path} has more than {_MOST_CONFIG_BYTES} bytes: it is no adapter_config.json of PEFT")
+    return content
 
 
 def _modules(

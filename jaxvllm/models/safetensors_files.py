@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 
 from jaxvllm.models.tiling import Fill, copied
 from jaxvllm.models.weight_names import Source
@@ -43,7 +43,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file that is mapped into memory. Only the parts that are used are read."""
+    """A safetensors file that is mapped into memory, of which only the parts that are used are read, or whole in it."""
 
     tensors: Mapping[str, StoredTensor]
     mapped: np.ndarray  # u8[bytes of the file]
@@ -55,8 +55,24 @@ class WeightFile:
             with safe_open(path, framework="numpy"):
                 pass  # opening it checks the header, and the length of the file against it
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a complete safetensors file ({error}): download it again") from error
-        mapped = np.memmap(path, np.uint8, mode="r")
+            raise _incomplete(path, error) from error
+        return cls._of(np.memmap(path, np.uint8, mode="r"))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads the whole file, which others may replace or cut short meanwhile: a mapped one would end the process.
+
+        It takes its size twice for a moment. Raises ValueError as `open` does.
+        """
+        content = path.read_bytes()
+        try:
+            deserialize(content)  # it makes the checks of `open`, of these very bytes
+        except SafetensorError as error:
+            raise _incomplete(path, error) from error
+        return cls._of(np.frombuffer(content, np.uint8))
+
+    @classmethod
+    def _of(cls, mapped: np.ndarray) -> Self:
         # The format is a u64 (the length of the header), the header in JSON, and the data.
         data = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
         header = json.loads(mapped[8:data].tobytes())
@@ -66,6 +82,10 @@ class WeightFile:
             if name != "__metadata__"
         }
         return cls(tensors, mapped)
+
+
+def _incomplete(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is not a complete safetensors file ({error}): download it again")
 
 
 @dataclass(frozen=True)

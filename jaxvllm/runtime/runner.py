@@ -258,12 +258,12 @@ class Runner(PlanRunner):
     def replace_params(self, params: Params) -> None:
         """Computes with `params` after all steps that were dispatched. They are as those before in shapes and places.
 
-        What of them sleeps, such as drafts and adapters that stay, comes back to the devices.
+        What of them sleeps, such as drafts and adapters that stay, comes back to the devices. Before the next step
+        `bring_adapters_again` has to follow.
         All devices of the mesh must be those of this process.
         """
         assert self._leader is None, "no other process has these arrays"
         self._params = restored(params)
-        self._bring_again()
         if self.expert_slots is not None:
             self.expert_slots.read(self._params)
 
@@ -317,8 +317,11 @@ class Runner(PlanRunner):
     def _fill_adapter(self, slot: int, arrays: Any, has_magnitudes: bool = False) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
         self._params = self._adapter_fills.fill(self._params, slot, arrays, has_magnitudes)
+        if self._forwarded is not None:  # its rows have adapters that stay, and the arrays of all slots were donated
+            head = self._forwarded.head | {LORA: head_of(self._params)[LORA]}
+            self._forwarded = replace(self._forwarded, head=head)
 
-    def _bring_again(self) -> None:
+    def bring_adapters_again(self) -> None:
         """Brings the adapters whose ratios depend on weights that others have replaced."""
         for slot, adapter in [*self._with_magnitudes.items()]:
             self.bring_adapter(slot, adapter)

@@ -87,14 +87,21 @@ def forward(
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
-    hidden = for_head(params, model.shard, hidden, computed.adapters)
+    adapters = computed.adapters
+    if adapters is not None:
+        hidden = for_head(params, model.shard, hidden, adapters)
+
+    def for_others(hidden: jax.Array) -> jax.Array:
+        """Makes room for columns where there are none yet: what others read has one shape in all steps."""
+        return hidden if adapters is not None else for_head(params, model.shard, hidden, None)
+
     project = partial(project_logits, params, model.shard)
     best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
-    scores = PromptScores(best, hidden if model.sampling.keeps_hidden else None, computed.choices)
+    scores = PromptScores(best, for_others(hidden) if model.sampling.keeps_hidden else None, computed.choices)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)
-    return kv_pages, state, Unsampled(hidden[last], slots, starts + batch.lengths), scores
+    return kv_pages, state, Unsampled(for_others(hidden[last]), slots, starts + batch.lengths), scores
 
 
 def _are_read(batch: Batch, rows: RaggedRows) -> jax.Array:

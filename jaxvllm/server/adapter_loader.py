@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from fastapi.concurrency import run_in_threadpool
@@ -9,10 +11,27 @@ from fastapi.concurrency import run_in_threadpool
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoRARequest
 from jaxvllm.engine.commands import LoadAdapter, UnloadAdapter
-from jaxvllm.server.adapter_names import AdapterNames
+from jaxvllm.server.adapter_names import AdapterFiles, AdapterNames
 from jaxvllm.worker.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
+
+# An adapter that could not be read is read again after this time although its files are the same: the reason may have
+# been elsewhere, such as on the host of an engine. All engines stop for it between two steps.
+RETRY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class FailedAdapter:
+    """An adapter that a request has named first, and that could not be read."""
+
+    reason: str
+    files: AdapterFiles
+    retried_at: float  # in seconds of `time.monotonic`
+
+    def is_the_same(self, files: AdapterFiles) -> bool:
+        """Returns whether another attempt to read it would most likely fail again."""
+        return files == self.files and time.monotonic() < self.retried_at
 
 
 class AdapterLoader:
@@ -23,6 +42,7 @@ class AdapterLoader:
         self._names = names
         self._llm = llm
         self._finds = finds
+        self._failed: dict[str, FailedAdapter] = {}  # by name; there are no more than directories
         self._changes: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by the adapter's name
 
     async def load(self, name: str, path: str, replaces: bool) -> LoRARequest:
@@ -43,16 +63,24 @@ class AdapterLoader:
     async def find(self, name: str) -> None:
         """Loads the adapter whose directory has that name, unless the name is known or there is no such directory.
 
-        However many requests name it at once, it is read once. Raises ParameterError for one that cannot be read.
+        However many requests name it at once, it is read once. Raises ParameterError for one that cannot be read. It
+        is not read again until its files change, or `RETRY_SECONDS` have passed.
         """
         if not self._finds or self._names.is_known(name):
             return
         async with self._change(name):
-            if not self._names.is_known(name) and await run_in_threadpool(self._names.has_directory, name):
+            files = await run_in_threadpool(self._names.files_of, name)
+            failed = self._failed.pop(name, None)
+            if self._names.is_known(name) or files is None:
+                return
+            if failed is None or not failed.is_the_same(files):
                 try:
                     await self._load(name, name, replaces=False)
+                    return
                 except ParameterError as error:
-                    raise ParameterError(str(error), "model") from error
+                    failed = FailedAdapter(str(error), files, time.monotonic() + RETRY_SECONDS)
+            self._failed[name] = failed
+            raise ParameterError(failed.reason, "model")
 
     async def _load(self, name: str, path: str, replaces: bool) -> LoRARequest:
         adapter = await run_in_threadpool(self._names.prepared, name, path, replaces)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -11,6 +11,9 @@ from jaxvllm.server.errors import ApiError
 
 # The names of directories that requests may name without loading them first: no path, and nothing that is hidden.
 _DIRECTORY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+# What tells each file of an adapter from a changed one, by its name.
+type AdapterFiles = Mapping[str, tuple[int, int, int]]
 
 
 def read_modules(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -68,14 +71,22 @@ class AdapterNames:
         """Returns whether the model or an adapter has that name."""
         return name in self._models or name in self._requests
 
-    def has_directory(self, name: str) -> bool:
-        """Returns whether an adapter that could be added is in the directory of that name."""
+    def files_of(self, name: str) -> AdapterFiles | None:
+        """Returns the files of the adapter in the directory of that name, or None if no adapter there could be added.
+
+        The values are equal as long as no file there has changed.
+        """
         if self._directory is None or not _DIRECTORY_NAME.fullmatch(name):
-            return False
+            return None
         try:
-            return (self._allowed(name) / "adapter_config.json").is_file()
+            found = self._allowed(name)
+            if not (found / "adapter_config.json").is_file():
+                return None
+            stats = {file.name: file.stat() for file in found.iterdir() if file.name.startswith("adapter_")}
         except (ApiError, OSError):  # what leads out of the directory is nothing to those who guess names
-            return False
+            return None
+        # The time of the last change of status, because it moves with permissions and with renaming, too.
+        return {file: (stat.st_ino, stat.st_size, stat.st_ctime_ns) for file, stat in stats.items()}
 
     def prepared(self, name: str, path: str, replaces: bool) -> LoRARequest:
         """Returns an adapter that could be added. Raises ApiError where its name is in use, or its path not allowed.

@@ -127,6 +127,7 @@ class EnginePool(EngineClient):
         self._is_scaling = False
         self._watching: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[Any]] = set()  # what engines are told that lasts
+        self._in_turn = asyncio.Lock()  # so that all engines do what lasts in one order
         self._failure: asyncio.Future[None] | None = None
         self._members = self._new_members(range(size))
 
@@ -255,20 +256,25 @@ class EnginePool(EngineClient):
         if not command.lasts:
             return command.joined(await _answers(command, [member.llm for member in self._ready()]))
         # It goes on when the caller leaves: engines that are being started again must hear of what the others do.
-        asked = asyncio.create_task(self._ask_all(command, [member.llm for member in self._ready()]))
+        asked = asyncio.create_task(self._ask_all(command))
         self._asking.add(asked)
         asked.add_done_callback(self._asking.discard)
         return await asyncio.shield(asked)
 
-    async def _ask_all[Reply](self, command: EngineCommand[Reply], ready: Sequence[AsyncLLM]) -> Reply:
-        """Asks the engines that are `ready`, and has all others do the same as soon as each is."""
-        answers = await _answers(command, ready)
-        asked = cast(AnyCommand, command)
-        uninformed = [member.llm for member in self._members if not member.llm.questions.remembers(asked)]
-        for engine in uninformed:  # each that is not ready is told when it is
-            engine.questions.remember(asked)
-        late = [engine for engine in uninformed if engine.state is EngineState.READY]  # since the others were asked
-        return command.joined([*answers, *await _answers(command, late)])
+    async def _ask_all[Reply](self, command: EngineCommand[Reply]) -> Reply:
+        """Asks the engines that are ready, and has all others do the same as soon as each is.
+
+        Another command that lasts waits until this one is answered. Otherwise an engine could have done the later one
+        already when it is found not to remember this one, and would do this one last.
+        """
+        async with self._in_turn:
+            answers = await _answers(command, [member.llm for member in self._ready()])
+            asked = cast(AnyCommand, command)
+            uninformed = [member.llm for member in self._members if not member.llm.questions.remembers(asked)]
+            for engine in uninformed:  # each that is not ready is told when it is
+                engine.questions.remember(asked)
+            late = [engine for engine in uninformed if engine.state is EngineState.READY]  # since the others were asked
+            return command.joined([*answers, *await _answers(command, late)])
 
     # ---- its size ----
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from jaxvllm.core.request import GenerationRequest
 from jaxvllm.worker import wire
 
 
@@ -35,9 +36,10 @@ class Preparing:
         found = self._waiting.pop(request_id, None)
         return None if found is None else found[0]
 
-    def take(self, wanted: Callable[[str], bool]) -> list[wire.Add]:
-        """Forgets and returns the requests whose ids are `wanted`."""
-        return [self._waiting.pop(name)[0] for name in [*self._waiting] if wanted(name)]
+    def take(self, is_wanted: Callable[[GenerationRequest], bool]) -> list[wire.Add]:
+        """Forgets and returns the requests that are wanted."""
+        wanted = [name for name, (add, _) in self._waiting.items() if is_wanted(add.request)]
+        return [self._waiting.pop(name)[0] for name in wanted]
 
     def take_ready(self) -> list[tuple[wire.Add, Future[Any]]]:
         """Forgets and returns the requests whose grammars are done, with these, in the order in which they came."""

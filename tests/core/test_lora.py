@@ -1,6 +1,7 @@
 """Slots of adapters against plain lists, and a scheduler whose requests wait for them."""
 
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -127,7 +128,7 @@ def test_a_stream_for_one_adapter_leaves_a_turn_to_the_others() -> None:
     assert started(of) == ["6", "7", "8"]
 
 
-def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot() -> None:
+def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     of = scheduler(num_slots=1)
     a, b, c, _, _ = ADAPTERS
     of.add(request("a", a, 0))
@@ -135,7 +136,10 @@ def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot() -> N
     for number in range(1, 31):
         of.add(request(str(number), b if number % 2 else c, number))
     of.add(request("base", None, 31))
-    assert started(of) == ["base"]
+    with monkeypatch.context() as patch:
+        patch.setattr(of.queue, "first", looks := Mock(side_effect=of.queue.first))
+        assert started(of) == ["base"]
+    assert looks.call_count == 3, "one look tells that there is room for none of their adapters"
     assert of.num_waiting == 30
     # Those that have ended are gone from their lanes.
     for number in range(1, 30):

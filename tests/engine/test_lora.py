@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file
 
 from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from jaxvllm.models.lora import MOST_MASKED
+from jaxvllm.models.params import head_of
+from jaxvllm.runtime.readouts.readout import Forwarded
 from tests.conftest import Compilations
 from tests.engine.test_disaggregation import DECODE, PEER
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
@@ -290,7 +293,9 @@ def test_configs(checkpoint: Path) -> None:
             LLM(model=str(checkpoint), **options)
 
 
-def test_dora_divides_by_the_norms_of_the_weights_that_are_there(llm: LLM, paths: list[Path]) -> None:
+def test_dora_divides_by_the_norms_of_the_weights_that_are_there(
+    llm: LLM, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt, adapter = PROMPTS[WHO.index(2)], LoRARequest("adapter 2", 2, str(paths[1]))
     first = FIXTURE.weights()
     other = {name: weight * np.float32(3) if "q_proj" in name else weight for name, weight in first.items()}
@@ -302,8 +307,34 @@ def test_dora_divides_by_the_norms_of_the_weights_that_are_there(llm: LLM, paths
 
     # The adapter is in its slot when other weights come, and so it is when the first ones come back.
     expected = [tokens(ADAPTERS[1].merged(weights), None) for weights in (first, other)]
-    found = [tokens(weights, adapter) for weights in (first, other, first)]
-    assert found == [*expected, expected[0]]
+    found = [tokens(weights, adapter) for weights in (first, other)]
+    assert found == expected
+    [holder] = llm.engine.holders
+    unsampled: Any = None
+    with monkeypatch.context() as patch:
+        # A step is held back, and what is left of it computes with the head that it had.
+        patch.setattr(holder, "_forwarded", Forwarded(unsampled, unsampled, head_of(holder.params)))
+        llm.update_weights(first)
+        assert (held := holder._forwarded) is not None
+        assert not any(array.is_deleted() for array in jax.tree.leaves(held.head))
+    assert tokens(first, adapter) == expected[0]
+
+
+def test_where_a_device_has_no_memory_for_ratios_the_weights_and_their_version_agree(
+    llm: LLM, paths: list[Path], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = WHO.index(2)
+    assert tokens_of(llm, paths, [number]) == [expected[number]]
+    [holder] = llm.engine.holders
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(holder, "bring_adapter", Mock(side_effect=RuntimeError("no memory")))
+        assert holder._with_magnitudes
+        llm.update_weights(ADAPTERS[0].merged(), "merged")
+    assert llm.engine.weight_version.name == "merged"
+    [output] = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected[0], "they are those of its first adapter"
+    llm.update_weights(FIXTURE.weights())
+    assert tokens_of(llm, paths, [number]) == [expected[number]]
 
 
 def test_the_scores_of_a_prompt_are_those_of_the_adapted_head(llm: LLM, paths: list[Path]) -> None:

@@ -19,10 +19,16 @@ def test_a_number_stands_for_what_was_read_first() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="the adapter 'one' have changed since lora_int_id 1 named them"):
             store.get(one)
+    used = store.get(other)
+    store.get(LoRARequest("one", 3, "/a"))
+    assert store.get(other) is used, "a request has it, and another one shares it"
+    del used
     assert store.get(LoRARequest("one", 3, "/a")).digest == b"new"
     store.get(other)
     contents[Path("/a")] = b"old"
     assert store.get(one).digest == b"old", "the files are as they were"
+    used = store.get(one)
     store.forget(1)
     contents[Path("/a")] = b"new"
+    assert store.get(one) is not used, "whoever still has the old one"
     assert store.get(one).digest == b"new"

@@ -58,6 +58,10 @@ def test_norms(name: str, layout: Layout, tmp_path: Path) -> None:
     arrays = LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=2, rank=8)
     adapter = RandomAdapter(FIXTURE, seed=5, ends=("down_proj", "v_proj"), config={"use_dora": True})
     read = PeftAdapter.read(adapter.write(tmp_path / "adapter"), arrays.sizes, 8)
+    huge = next(one for name, one in read.modules.items() if name.endswith("down_proj"))
+    assert huge.magnitudes is not None
+    # The ratio of row 0 is one that float32 holds, and the product of B with it is above that.
+    huge.down[:], huge.magnitudes[0], huge.up[0] = huge.down * np.float32(1e-3), 3e38, 9
     directory = FIXTURE.write_checkpoint(tmp_path / "model")
 
     def layers(forms: Forms) -> Any:
@@ -74,3 +78,4 @@ def test_norms(name: str, layout: Layout, tmp_path: Path) -> None:
             assert (magnitudes == 0).any() == (matrix == "qkv"), "queries and keys have none"
             expected = np.where(magnitudes == 0, 0, magnitudes / np.linalg.norm(rows, axis=-1) - 1)
             np.testing.assert_allclose(ratios[RATIO + matrix], expected[None], rtol=2e-5, atol=2e-5)
+            assert np.isfinite(ratios[UP + matrix]).all(), "others multiply it by zero"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxvllm.models import checkpoint
+from jaxvllm.models import checkpoint, peft
 from jaxvllm.models.decoder import (
     begin_layers,
     embed_tokens,
@@ -206,7 +206,7 @@ def test_configs(config: dict[str, Any], error: type[Exception], message: str, t
         PeftAdapter.read(tmp_path, arrays_of(FIXTURE, "separate").sizes, RANK)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = arrays_of(FIXTURE, "separate").sizes
     with pytest.raises(ValueError, match="has no adapter_config.json"):
         PeftAdapter.read(tmp_path, sizes, RANK)
@@ -215,6 +215,17 @@ def test_files(tmp_path: Path) -> None:
     assert PeftAdapter.read(tmp_path, sizes, RANK).digest == first.digest
     weights = tmp_path / "adapter_model.safetensors"
     content = weights.read_bytes()
+
+    def others_write(*given: Any) -> Any:
+        weights.write_bytes(bytes(len(content)))
+        (tmp_path / "adapter_config.json").write_text("{}")
+        return modules_of(*given)
+
+    modules_of = peft._modules
+    with monkeypatch.context() as patch:
+        patch.setattr(peft, "_modules", others_write)
+        assert PeftAdapter.read(tmp_path, sizes, RANK).digest == first.digest, "both files are read once, at first"
+    GOOD.write(tmp_path)
     weights.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         PeftAdapter.read(tmp_path, sizes, RANK)

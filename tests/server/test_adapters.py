@@ -14,6 +14,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.engine.commands import LoadAdapter
+from jaxvllm.server import adapter_loader
 from jaxvllm.server.adapter_names import AdapterNames, read_modules
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.server.errors import ApiError
@@ -190,10 +191,19 @@ def test_unknown_models_are_looked_up_in_the_directory(server: AdaptedServer, tm
         for name in (*hostile, "pipe", ""):
             assert server.refusal("/v1/completions", model=name, prompt="The")[0] == 404, name
         assert not loaded
-        status, message = server.refusal("/v1/completions", model="wide", prompt="The")
-        assert status == 400 and "max_lora_rank is 16" in message and str(inside) not in message
+        for _ in range(2):  # it is read once, until a file changes
+            status, message = server.refusal("/v1/completions", model="wide", prompt="The")
+            assert status == 400 and "max_lora_rank is 16" in message and str(inside) not in message
         assert [answer.status_code for answer in server.portal.call(together)] == [200] * 6
         assert loaded == ["wide", "found.v1"]
+        (inside / "wide" / "adapter_config.json").chmod(0o600)
+        assert server.refusal("/v1/completions", model="wide", prompt="The") == (400, message)
+        assert loaded.count("wide") == 2
+        patch.setattr(adapter_loader, "RETRY_SECONDS", 0.0)
+        (inside / "wide" / "adapter_config.json").chmod(0o644)
+        for _ in range(2):
+            assert server.refusal("/v1/completions", model="wide", prompt="The") == (400, message)
+        assert loaded.count("wide") == 4
         assert server.text("found.v1") not in (server.text("tiny"), server.text("first"))
     assert server.names[-1] == ("found.v1", "tiny")
     # One whose name was taken away is looked up as any other.

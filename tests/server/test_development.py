@@ -223,7 +223,8 @@ def test_requests_are_aborted_by_the_id_of_their_answer(server, frozen, asked):
         events = [next(lines)]
         frozen()
         given = json.loads(events[0][6:])["id"]
-        ids = {"the id": [given, "unknown"], "all": [], "another": [f"{given}-other", given[:-1]]}[asked]
+        ids = {"the id": [given, "unknown"], "all": None, "another": [f"{given}-other", given[:-1]]}[asked]
+        assert server.ask(DEVELOPMENT, "/abort_requests", request_ids=[]).json()["aborted"] == 0
         answer = server.ask(DEVELOPMENT, "/abort_requests", request_ids=ids).json()
         assert server.ask(DEVELOPMENT, "/resume").status_code == 200
         events += lines

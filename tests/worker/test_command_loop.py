@@ -4,6 +4,7 @@ import gc
 import threading
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -450,11 +451,21 @@ def test_several_engines_are_paused_when_all_are_and_asleep_when_one_is() -> Non
 
 
 def test_the_id_of_an_answer_ends_all_that_the_server_has_made_of_it() -> None:
+    """A client may choose an id that looks like a part of another answer."""
+    asked = {
+        answer_id: [
+            GenerationRequest(name, Prompt(None, (1,)), SamplingParams(), answer_id=answer_id)
+            for name in (answer_id, f"{answer_id}-0", f"{answer_id}-0123456789abcdef-12")
+        ]
+        for answer_id in ("cmpl-a", "b", "b-3", "cmpl-a-0123456789abcdef", "cmpl", "c")
+    }
     aborts = AbortRequests(frozenset({"cmpl-a", "b"}))
-    made = ["cmpl-a", "cmpl-a-0", "cmpl-a-0123456789abcdef", "cmpl-a-0123456789abcdef-12", "b-3"]
-    others = ["cmpl-ab", "cmpl", "cmpl-a-0123456789abcde", "cmpl-a-other", "cmpl-a-1-2", "c", "b#0"]
-    assert [name for name in (*made, *others) if aborts.ends(name)] == made
-    assert AbortRequests(None).ends("c") and aborts.joined([2, 1]) == 3
+    ended = [one for requests in asked.values() for one in requests if aborts.ends(one)]
+    assert ended == [*asked["cmpl-a"], *asked["b"]]
+    alone = GenerationRequest("b", Prompt(None, (1,)), SamplingParams())
+    assert aborts.ends(alone) and not aborts.ends(replace(alone, request_id="b-3"))
+    assert AbortRequests(None).ends(alone) and aborts.joined([2, 1]) == 3
+    assert not AbortRequests(frozenset()).ends(alone)
 
 
 def test_loads_of_experts_arrive_and_those_of_several_engines_are_added() -> None:

@@ -21,6 +21,7 @@ class Told:
 
     def __init__(self, llm: AsyncLLM):
         self.asks: list[wire.Ask] = []
+        self._num_answered = 0
         self._llm = llm
         llm._process = self  # type: ignore[assignment]
         llm._enter(EngineState.READY, "ready")
@@ -34,12 +35,11 @@ class Told:
         return [ask.command for ask in self.asks]
 
     async def answer(self) -> None:
-        """Answers what it was told last, and lets those who wait hear it."""
-        told = self.asks[-1]
-        answer = wire.CommandAnswer.of(
-            told.number, told.command.version if isinstance(told.command, UpdateWeights) else True
-        )
-        self._llm.questions.answer(answer)
+        """Answers all that it was told, and lets those who wait hear it."""
+        for told in self.asks[self._num_answered :]:
+            value = told.command.version if isinstance(told.command, UpdateWeights) else True
+            self._llm.questions.answer(wire.CommandAnswer.of(told.number, value))
+        self._num_answered = len(self.asks)
         await settled()
 
 
@@ -91,6 +91,28 @@ def test_an_engine_that_became_ready_with_the_new_weights_gets_them_once() -> No
         two = Told(second)
         await one.answer()
         assert await asked == "new" and two.commands == [NEW]
+
+    with_pool(run)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_all_engines_do_what_overlaps_in_one_order(is_late: bool) -> None:
+    """With `is_late` the second engine becomes ready between the two commands."""
+    pause, resume = SetPause("abort"), SetPause(None)
+
+    async def run(pool: EnginePool) -> None:
+        first, second = pool.engines
+        engines = [Told(first)] if is_late else [Told(first), Told(second)]
+        paused = await begun(pool, pause)
+        if is_late:
+            engines.append(Told(second))
+        resumed = await begun(pool, resume)
+        while not resumed.done():
+            for one in reversed(engines):
+                await one.answer()
+        assert await paused and await resumed
+        for engine, one in zip(pool.engines, engines, strict=True):
+            assert one.commands == [pause, resume] and engine.questions.remembers(resume)
 
     with_pool(run)
 

@@ -285,13 +285,14 @@ class EngineFields(Strict):
     def request(
         self,
         request_id: str,
+        answer_id: str,
         prompt: Prompt,
         params: SamplingParams,
         beams: BeamSearchParams | None = None,
         wants_draft_spans: bool = False,
         wants_explanation: bool = False,
     ) -> GenerationRequest:
-        """Makes the engine's request for one prompt of this HTTP request."""
+        """Makes the engine's request for one prompt of this HTTP request, which gets the answer `answer_id`."""
         salted = replace(prompt, cache_salt=self.cache_salt)
         transfer = None
         if self.kv_transfer_params is not None:
@@ -310,6 +311,7 @@ class EngineFields(Strict):
             wants_draft_spans,
             session_id=self.session_id,
             wants_explanation=wants_explanation,
+            answer_id=answer_id,
         )
 
 

@@ -58,7 +58,9 @@ async def create(service: Service, body: ChatRequest, request: Request) -> Respo
     room = service.reader.max_model_len - len(prompt.token_ids)
     beams = body.beams(params, room if body.limit is None else body.limit)
     with_spans = body.streaming.include_draft_spans
-    [asked] = service.adapted(model, [body.request(engine_id, prompt, params, beams, with_spans, body.explain)])
+    [asked] = service.adapted(
+        model, [body.request(engine_id, answer_id, prompt, params, beams, with_spans, body.explain)]
+    )
     exchange = _Exchange(
         body, service, format, {"id": answer_id} | service.answer_head(model, body.service_tier), asked.prompt
     )

@@ -63,7 +63,7 @@ async def create(service: Service, body: CompletionRequest, request: Request) ->
     beams = body.beams(params, body.limit)
     with_spans = body.streaming.include_draft_spans
     asked = [
-        body.request(name, prompt, params, beams, with_spans, body.explain)
+        body.request(name, answer_id, prompt, params, beams, with_spans, body.explain)
         for name, prompt in zip(ids, prompts, strict=True)
     ]
     asked = service.adapted(model, asked)

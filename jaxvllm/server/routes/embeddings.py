@@ -56,6 +56,7 @@ async def create(service: Service, body: EmbeddingRequest, request: Request) -> 
             sampling,
             body.priority,
             pooling=pooling,
+            answer_id=answer_id,
         )
         for name, prompt in zip(ids, prompts, strict=True)
     ]

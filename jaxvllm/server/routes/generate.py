@@ -43,7 +43,7 @@ async def _create(service: Service, body: GenerateRequest, request: Request) -> 
     )
     service.check_limit(limit, "sampling_params.max_tokens")
     answer_id, engine_id = RequestId.of(request).names("generate-tokens-", body.request_id)
-    asked = service.adapted(model, [body.request(engine_id, prompt, params)])
+    asked = service.adapted(model, [body.request(engine_id, answer_id, prompt, params)])
     head: dict[str, Any] = {"request_id": answer_id, "output_mode": body.output_mode}
 
     def whole(outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -52,7 +52,9 @@ def router(service: Service) -> APIRouter:
         format = service.answer_format(body.tool_use())
         edited, prompt = await run_in_threadpool(_read, service, body)
         answer_id, engine_id = RequestId.of(request).names("msg_")
-        [asked] = service.adapted(model, [body.request(engine_id, prompt, service.with_marks(params, format))])
+        [asked] = service.adapted(
+            model, [body.request(engine_id, answer_id, prompt, service.with_marks(params, format))]
+        )
         facts = service.llm.facts
         page_size = facts.page_size if service.llm.config.enable_prefix_caching else None
         answer = Answer(format, service, asked.prompt, body.continued, body.shows_thinking)

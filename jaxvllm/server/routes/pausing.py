@@ -29,7 +29,7 @@ class PauseResponse(Reply):
 class AbortRequest(Strict):
     """The requests that are to end."""
 
-    request_ids: list[str] | None = None  # the ids of their answers, or what they have as `request_id`; none: all
+    request_ids: list[str] | None = None  # the ids of their answers, or what they have as `request_id`; null: all
 
 
 class AbortResponse(Reply):
@@ -118,11 +118,11 @@ def router(service: Service) -> APIRouter:
     async def abort_requests(body: AbortRequest, request: Request) -> AbortResponse:
         """Ends open requests now, with the finish reason `abort` and the tokens that they have. Nothing is paused.
 
-        An id that is unknown, or whose request has ended, has no effect. Without ids all requests end. The endpoint
-        exists only with `--dev-endpoints`, and refuses web pages.
+        An id that is unknown, or whose request has ended, has no effect. Without the field `request_ids` all requests
+        end; with an empty list none does. The endpoint exists only with `--dev-endpoints`, and refuses web pages.
         """
         async with changing(request):
-            wanted = frozenset(body.request_ids) if body.request_ids else None
+            wanted = None if body.request_ids is None else frozenset(body.request_ids)
             return AbortResponse(aborted=await llm.ask(AbortRequests(wanted)))
 
     @routes.get("/is_paused")

@@ -75,7 +75,7 @@ async def create(service: Service, body: ResponsesRequest, request: Request) -> 
     prompt = await run_in_threadpool(_read, service, body, PromptRoom.of(params))
     service.check_limit(body.max_output_tokens, "max_output_tokens")
     answer_id, engine_id = RequestId.of(request).names("resp_", body.request_id)
-    [asked] = service.adapted(model, [body.request(engine_id, prompt, service.with_marks(params, format))])
+    [asked] = service.adapted(model, [body.request(engine_id, answer_id, prompt, service.with_marks(params, format))])
     answer = Answer(format, service, asked.prompt, body.continued, body.shows_reasoning)
 
     exchange = _Exchange(body, answer, model, params, answer_id, conversation)
