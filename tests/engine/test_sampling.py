@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxvllm import LLM, EngineConfig, SamplingParams, TokensSoFar
-from jaxvllm.engine import engine as engine_module
+from jaxvllm.engine import input_processor
 from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.engine import Engine
 from jaxvllm.runtime.logits_processors import run_processors
@@ -157,7 +157,7 @@ def test_what_is_refused(llm: LLM, options: dict[str, Any], message: str) -> Non
 
 def test_the_bad_words_of_all_completions_are_read_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    monkeypatch.setattr(engine_module, "read_bad_words", lambda *asked: read.append(asked) or read_bad_words(*asked))
+    monkeypatch.setattr(input_processor, "read_bad_words", lambda *asked: read.append(asked) or read_bad_words(*asked))
     engine = llm.engine
     request = engine.check("three", [5, 6], SamplingParams(bad_words=["e"], n=3, max_tokens=2))
     read.clear()
