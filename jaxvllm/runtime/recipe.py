@@ -186,7 +186,7 @@ def _surroundings(client: Any) -> str:
     parts = [
         f"python {sys.version}, jax {jax.__version__}, jaxlib {jaxlib.version.__version__}, numpy {np.__version__}",
         f"{client.platform} {client.platform_version}",
-        _sources_digest(),
+        sources_digest(),
         repr(sorted(settings.items())),
         repr([(name, os.environ.get(name)) for name in _ENVIRONMENT]),
         _host_cpu(),
@@ -195,12 +195,12 @@ def _surroundings(client: Any) -> str:
 
 
 @cache
-def _sources_digest() -> str:
-    """Returns a digest of every file that is traced: 20 ms."""
-    digest = hashlib.sha256()
+def sources_digest() -> str:
+    """Returns a digest of every file that is traced: 38 ms. Raises NoName where there are no sources."""
+    digest, root = hashlib.sha256(), f"{_ROOT}{os.sep}"
     for path in (*_traced_files(_ROOT), *traced_core(_ROOT).values()):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(_ROOT)} {len(content)}\n".encode() + content)
+        digest.update(f"{str(path).removeprefix(root)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
@@ -208,7 +208,10 @@ def _traced_files(root: Path) -> list[Path]:
     """Returns every file of the packages that are traced."""
     files = []
     for package in TRACED_PACKAGES:
-        paths = [path for path in (root / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        paths = []
+        for folder, folders, names in os.walk(root / package):  # pathlib's own walk takes five times as long
+            folders[:] = [name for name in folders if name != "__pycache__"]
+            paths += [Path(folder, name) for name in names]
         if not paths:
             raise NoName(f"there are no sources of {package}")
         files += sorted(paths)

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from jax.experimental import serialize_executable
 
 from jaxvllm.runtime.entry_files import EntryFiles, make_private
 from jaxvllm.runtime.program_cache import set_aside
-from jaxvllm.runtime.recipe import NoName, Recipe
+from jaxvllm.runtime.recipe import NoName, Recipe, sources_digest
 from jaxvllm.runtime.stored_kernels import StoredKernels
 from pallas_kernels.cpu.handlers import register_code, registered_code
 
@@ -42,6 +43,9 @@ class StoredPrograms:
             self._files = EntryFiles(directory, "-program", is_private=True)
             self._files.clean_up(MAX_BYTES)
             self._kernels = StoredKernels(directory)
+            # Before threads make programs: each of them would read all sources, a third of a second on two cores.
+            with suppress(NoName):
+                sources_digest()
 
     @classmethod
     def beside(cls, cache_directory: Path) -> "StoredPrograms":

@@ -102,7 +102,7 @@ def test_whatever_differs_gives_another_name() -> None:
 def test_the_surroundings_are_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true"),
-        lambda patch: patch.setattr(recipe, "_sources_digest", lambda: "other sources"),
+        lambda patch: patch.setattr(recipe, "sources_digest", lambda: "other sources"),
         lambda patch: patch.setattr(recipe, "_host_cpu", lambda: "another CPU"),
         lambda patch: patch.setattr("jaxlib.version.__version__", "0.0"),
         lambda patch: patch.setitem(recipe.COMPILER_OPTIONS["cpu"], "xla_backend_optimization_level", 0),
@@ -140,8 +140,8 @@ def test_what_is_not_known_has_no_name(run: Callable[..., Any]) -> None:
 
 def test_a_changed_source_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest() -> str:
-        recipe._sources_digest.cache_clear()
-        return recipe._sources_digest()
+        recipe.sources_digest.cache_clear()
+        return recipe.sources_digest()
 
     monkeypatch.setattr(recipe, "_ROOT", tmp_path)
     for package in TRACED_PACKAGES:
@@ -168,9 +168,9 @@ def test_of_the_core_only_what_is_traced_changes_the_digest(tmp_path: Path, monk
     assert not core.keys() & {"jaxvllm.core.scheduler", "jaxvllm.core.constrained_rows", "jaxvllm.core.routing"}
 
     def digest() -> str:
-        recipe._sources_digest.cache_clear()
+        recipe.sources_digest.cache_clear()
         recipe.traced_core.cache_clear()
-        return recipe._sources_digest()
+        return recipe.sources_digest()
 
     monkeypatch.setattr(recipe, "_ROOT", tmp_path)
     for package in (*TRACED_PACKAGES, "jaxvllm/core"):
