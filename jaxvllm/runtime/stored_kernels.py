@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jaxvllm.runtime.entry_files import EntryFiles
+from jaxvllm.runtime.source_files import digest_of, source_files
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +64,5 @@ def _surroundings() -> str | None:
 
     None: the sources are not here as files.
     """
-    digest = hashlib.sha256()
-    paths = sorted(_SOURCES.rglob("*.py"))
-    if not paths:
-        return None
-    for path in paths:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(_SOURCES)} {len(content)}\n".encode() + content)
-    return f"{digest.hexdigest()} llvmlite {version('llvmlite')}"
+    files = source_files(_SOURCES)
+    return f"{digest_of(files, _SOURCES)} llvmlite {version('llvmlite')}" if files else None
