@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import ALIGNMENT, drain, in_turn, plan_visits, visits_of_one
-from pallas_kernels.mosaic_gpu import Ref, fetch_in, interpretation, matrix_unit_of
+from pallas_kernels.mosaic_gpu import Ref, fetch_in, interpretation
 from pallas_kernels.quantized_matmul import gpu_before_hopper
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import HALVES, QuantizedTiles
-from pallas_kernels.quantized_matmul.registers import RowPanels, twice
+from pallas_kernels.quantized_matmul.registers import twice
 
 # A warpgroup fetches even where only one computes: see `THREADS` of attention's `gpu.decode`.
 THREADS = HALVES + 1
@@ -89,18 +89,17 @@ def quantized_matmul(
     if scales.dtype.itemsize == 1:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_matrices, num_columns, _ = codes.shape
-    build = QuantizedProduct(
-        tiles=tiles,
+    build = QuantizedProduct.of(
+        x,
+        codes,
+        scales,
+        zeros,
+        row_scales,
         code=code,
         scale_dtype=scale_dtype,
-        has_zeros=zeros is not None,
-        has_row_scales=row_scales is not None,
-        dtype=x.dtype,
-        size=size,
-        group=size // scales.shape[-1],
-        num_columns=num_columns,
-        panels=RowPanels(num_columns // panels, scales.shape[1] // panels),
-        matrix_unit=matrix_unit_of(chip),
+        tiles=tiles,
+        chip=chip,
+        panels=panels,
         interpret=interpret,
     )
     # A copy may not be larger than what it copies from, and begins and ends at a multiple of eight.

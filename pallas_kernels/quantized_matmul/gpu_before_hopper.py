@@ -25,13 +25,12 @@ from pallas_kernels.mosaic_gpu import (
     barriers,
     copy_unit_of,
     interpretation,
-    matrix_unit_of,
     swizzled,
 )
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_product import CodeFactors, QuantizedProduct, QuantizedUnit
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, row_lanes
-from pallas_kernels.quantized_matmul.registers import RowPanels, twice
+from pallas_kernels.quantized_matmul.registers import twice
 from pallas_kernels.turing import install
 
 COPIES_OF_STAGE = 2  # codes and rows, each a group of `cp.async`
@@ -65,18 +64,17 @@ def quantized_matmul(
     if scales.dtype.itemsize == 1:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     num_columns, tokens = codes.shape[1], tiles.tokens
-    product = QuantizedProduct(
-        tiles=tiles,
+    product = QuantizedProduct.of(
+        x,
+        codes,
+        scales,
+        zeros,
+        row_scales,
         code=code,
         scale_dtype=scale_dtype,
-        has_zeros=zeros is not None,
-        has_row_scales=row_scales is not None,
-        dtype=x.dtype,
-        size=size,
-        group=size // scales.shape[-1],
-        num_columns=num_columns,
-        panels=RowPanels(num_columns // panels, scales.shape[1] // panels),
-        matrix_unit=matrix_unit_of(chip),
+        tiles=tiles,
+        chip=chip,
+        panels=panels,
         interpret=interpret,
     )
     unit_of_work = WarpgroupUnit(product, copy_unit_of(chip, interpret))

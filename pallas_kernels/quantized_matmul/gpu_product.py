@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import batched
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.chips import GpuChip
 from pallas_kernels.grouped_matmul.gpu import SWIZZLES, store_rows
-from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref, barriers, swizzled
+from pallas_kernels.mosaic_gpu import TILE, MatrixUnit, Ref, barriers, matrix_unit_of, swizzled
 from pallas_kernels.quantized_matmul.code import Code
 from pallas_kernels.quantized_matmul.gpu_tiles import QuantizedTiles, folds
 from pallas_kernels.quantized_matmul.registers import FOLDED_EXPONENT, WORD_BYTES, Registers, RowPanels
@@ -64,6 +65,39 @@ class QuantizedProduct:
     panels: RowPanels
     matrix_unit: MatrixUnit
     interpret: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        codes: jax.Array,
+        scales: jax.Array,
+        zeros: jax.Array | None,
+        row_scales: jax.Array | None,
+        *,
+        code: Code,
+        scale_dtype: str,
+        tiles: QuantizedTiles,
+        chip: GpuChip,
+        panels: int,
+        interpret: bool,
+    ) -> Self:
+        """Returns the work for these arguments of `gpu.quantized_matmul`."""
+        size, num_columns = x.shape[1], codes.shape[1]
+        return cls(
+            tiles=tiles,
+            code=code,
+            scale_dtype=scale_dtype,
+            has_zeros=zeros is not None,
+            has_row_scales=row_scales is not None,
+            dtype=x.dtype,
+            size=size,
+            group=size // scales.shape[-1],
+            num_columns=num_columns,
+            panels=RowPanels(num_columns // panels, scales.shape[1] // panels),
+            matrix_unit=matrix_unit_of(chip),
+            interpret=interpret,
+        )
 
     @property
     def columns(self) -> int:

@@ -160,29 +160,17 @@ def _attention(
     interpret: bool,
 ) -> AttentionBuild:
     """Returns the operation with the smallest tiles, from which `_wide` and `_narrow` make those of each kernel."""
-    _, num_heads, head_size = q.shape
-    _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
-    group = num_heads // num_kv_heads
+    group = q.shape[1] // kv_pages.shape[2]
     too_many = f"{group} query heads share a KV head, more than {TILE}" if group > TILE else None
     refuse(too_many or _problem(q, chip, LARGEST_GPU_HEAD))
-    return AttentionBuild(
+    return AttentionBuild.of_heads(
+        q,
+        kv_pages,
+        by_token=by_token,
         scale=scale,
         soft_cap=soft_cap,
         has_slopes=has_slopes,
-        group=group,
-        head_size=head_size,
-        row_size=2 * head_size,
-        value_size=head_size,
-        page_size=page_size,
-        num_pages=num_pages,
-        num_kv_heads=num_kv_heads,
-        dtype=q.dtype,
-        kv_dtype=kv_pages.dtype,
-        num_scales=2 if by_token else 0,
         matrix_unit=matrix_unit_of(chip),
-        rows=TILE,
-        block=TILE,
-        stages=2,
         warpgroups=HALVES,
         interpret=interpret,
     )

@@ -63,6 +63,48 @@ class AttentionBuild:
     warpgroups: int  # that compute
     interpret: bool
 
+    @classmethod
+    def of_heads(
+        cls,
+        q: jax.Array | jax.ShapeDtypeStruct,
+        kv_pages: jax.Array | jax.ShapeDtypeStruct,
+        *,
+        by_token: bool,
+        scale: float,
+        soft_cap: float | None,
+        has_slopes: bool,
+        matrix_unit: MatrixUnit,
+        warpgroups: int,
+        interpret: bool,
+    ) -> Self:
+        """Returns the operation on q [T, H, D] and pages [L, P, K, S, 2 * D], from which kernels take their own sizes.
+
+        by_token: whether each token has scales of its own
+        """
+        _, num_heads, head_size = q.shape
+        _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
+        return cls(
+            scale=scale,
+            soft_cap=soft_cap,
+            has_slopes=has_slopes,
+            group=num_heads // num_kv_heads,
+            head_size=head_size,
+            row_size=2 * head_size,
+            value_size=head_size,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_kv_heads=num_kv_heads,
+            dtype=q.dtype,
+            kv_dtype=kv_pages.dtype,
+            num_scales=2 if by_token else 0,
+            matrix_unit=matrix_unit,
+            rows=TILE,
+            block=TILE,
+            stages=2,
+            warpgroups=warpgroups,
+            interpret=interpret,
+        )
+
     def __post_init__(self) -> None:
         assert self.block % self.copy_tokens == 0 and self.block % (8 * TILE // self.rows) == 0, self
         assert self.head_size % LANES == 0 and self.group <= self.rows, self

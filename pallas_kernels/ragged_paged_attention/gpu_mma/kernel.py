@@ -8,6 +8,7 @@ computed in tiles of queries (`gpu_mma.prefill`).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,40 +127,8 @@ def attend(
     return jax.freeze(out)[:, :, :group].reshape(num_tokens, num_heads, head_size)
 
 
-def _build(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    kv_pages: jax.Array | jax.ShapeDtypeStruct,
-    *,
-    by_token: bool,
-    scale: float,
-    soft_cap: float | None,
-    has_slopes: bool,
-    interpret: bool,
-) -> AttentionBuild:
-    """Returns the operation with the largest tiles, from which `_wide` and `_narrow` make those of each kernel."""
-    _, num_heads, head_size = q.shape
-    _, num_pages, num_kv_heads, page_size, _ = kv_pages.shape
-    return AttentionBuild(
-        scale=scale,
-        soft_cap=soft_cap,
-        has_slopes=has_slopes,
-        group=num_heads // num_kv_heads,
-        head_size=head_size,
-        row_size=2 * head_size,
-        value_size=head_size,
-        page_size=page_size,
-        num_pages=num_pages,
-        num_kv_heads=num_kv_heads,
-        dtype=q.dtype,
-        kv_dtype=kv_pages.dtype,
-        num_scales=2 if by_token else 0,
-        matrix_unit="mma",
-        rows=TILE,
-        block=TILE,
-        stages=2,
-        warpgroups=1,
-        interpret=interpret,
-    )
+# The operation with the largest tiles, from which `_wide` and `_narrow` make those of each kernel.
+_build = partial(AttentionBuild.of_heads, matrix_unit="mma", warpgroups=1)
 
 
 def _narrow(build: AttentionBuild, chip: GpuChip) -> AttentionBuild:
