@@ -4,23 +4,20 @@ The sums of an item are in its thread's memory. Tiles add some inputs of a panel
 before the next inputs, so that this part of the panel stays in the second cache. Then the sums become outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from llvmlite import ir
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_runs
 from pallas_kernels.cpu.values import Value
-from pallas_kernels.cpu.vectors import first_lanes, gelu_tanh, silu
+from pallas_kernels.cpu.vectors import bfloat16s, first_lanes, gelu_tanh, silu
 from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
 from pallas_kernels.packed_matmul.panels import WORD, Panels
-from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, VectorTiles
+from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, TileWork, VectorTiles
 
 ROWS = 96  # of an item
-PART = 256 * 1024  # bytes of panels that all rows of an item go through before the next
 NO_GATE = "none"
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
@@ -106,32 +103,27 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
         of_matrix = weight + matrix * num_panels * size * product.panels
         panels = [of_matrix + (num_panels * which + panel) * size for which in range(product.panels)]
         sums = [t.words(ROWS * columns * FLOAT // 8) for _ in panels]
-        tiles = {rows: product.tiles.emit(t, rows) for rows in product.tiles.sizes}
+        add = product.tiles.emit(t)
         N = width // matrices
         column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
         with t.loop(begin, end, ROWS) as first:
             some = _PanelRows(x, first, t.min(first + ROWS, end), K, panels, sums)
-            _add_up(t, product.tiles, tiles, some)
+            _add_up(t, product.tiles, add, some)
             _finish(t, product, some, y + (first * width + column) * SIZE_OF[product.out_dtype], width, count)
 
     parallel_runs(e, frame, groups * matrices * num_panels * blocks, captured, item)
 
 
-def _add_up(t: Emitter, tiles: Tiles, functions: dict[int, ir.Function], item: _PanelRows) -> None:
+def _add_up(t: Emitter, tiles: Tiles, add: Callable[[TileWork], None], item: _PanelRows) -> None:
     """Emits the sums of an item."""
     columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
     count, stride = item.end - item.begin, item.K * size
     x = item.x + item.begin * stride
-    for sums in item.sums:
-        with t.loop(0, count * columns, t.lanes) as at:
-            t.store(sums + at * FLOAT, t.vector(0))
-    part = PART // (columns * size * len(item.panels))
+    part = tiles.part // (columns * size * len(item.panels))
     with t.loop(0, item.K, part) as k:
         inputs = t.min(item.K - k, t.integer(part))
         for panel, sums in zip(item.panels, item.sums, strict=True):
-            for rows, at in t.groups(tiles.sizes, count):
-                of_x, of_sums = x + at * stride + k * size, sums + at * (columns * FLOAT)
-                t.call(functions[rows], of_x, stride, panel + k * (columns * size), of_sums, inputs)
+            add(TileWork(x + k * size, stride, panel + k * (columns * size), sums, inputs, count, goes_on=k))
 
 
 def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Value, count: Value) -> None:
@@ -142,6 +134,9 @@ def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Va
             outputs = outputs_of(product.gate, [t.load(sums + (row * columns + at) * FLOAT) for sums in item.sums])
             place = y + (row * width + at) * size
             with t.when(at + t.lanes <= count):
-                t.store(place, outputs, product.out_dtype)
+                if product.out_dtype == "bfloat16":
+                    t.store_halves(place, bfloat16s(outputs))
+                else:
+                    t.store(place, outputs)
             with t.when(at + t.lanes > count):
                 t.store(place, outputs, product.out_dtype, first_lanes(count - at, t.lanes))

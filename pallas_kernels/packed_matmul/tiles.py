@@ -21,6 +21,28 @@ FLOAT = SIZE_OF["float32"]
 
 
 @dataclass(frozen=True)
+class TileWork:
+    """What is added up: the products of some inputs of some rows with a panel.
+
+    x: the address of the first row at the first input
+    stride: the bytes between rows
+    panel: the address of the panel at that input
+    sums: the address of f32[rows, columns]
+    inputs: their number, a multiple of 32 but for the last ones of a row
+    rows: their number
+    goes_on: 0 where the sums begin with these products, whatever their memory holds
+    """
+
+    x: Value
+    stride: Value
+    panel: Value
+    sums: Value
+    inputs: Value
+    rows: Value
+    goes_on: Value
+
+
+@dataclass(frozen=True)
 class Tiles(ABC):
     """Adds products of rows of x, of `dtype`, with a panel to sums in float32.
 
@@ -30,17 +52,12 @@ class Tiles(ABC):
 
     dtype: str
     panels: Panels
-    # The rows that a tile may have, the largest first.
-    sizes: ClassVar[tuple[int, ...]]
+    # Bytes of panels that all rows of an item go through before the next: so many stay in the second cache.
+    part: ClassVar[int]
 
     @abstractmethod
-    def emit(self, e: Emitter, rows: int) -> ir.Function:
-        """Emits the function of a tile with so many rows.
-
-        Its arguments are the address of the first row of x at the first input, the bytes between rows, the address of
-        the panel at that input, the address of the sums f32[rows, columns], and the number of inputs to add up, which
-        is a multiple of 32 but for the last ones of a row.
-        """
+    def emit(self, t: Emitter) -> Callable[[TileWork], None]:
+        """Emits the functions of the tiles, and returns what emits their calls for some work."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +67,30 @@ class VectorTiles(Tiles):
     6 rows and 4 vectors are 24 sums of the 32 registers of AVX-512 and NEON; 6 rows and 2 vectors are 12 of AVX2's 16.
     """
 
-    sizes = (6, 4, 2, 1)
+    part = 256 * 1024
+    sizes: ClassVar[tuple[int, ...]] = (6, 4, 2, 1)
 
-    def emit(self, e: Emitter, rows: int) -> ir.Function:
-        t = e.function(f"tile{rows}", 5)
-        x, stride, panel, sums, inputs = t.arguments
+    def emit(self, t: Emitter) -> Callable[[TileWork], None]:
+        functions = {rows: self._tile(t, rows) for rows in self.sizes}
+
+        def add(work: TileWork) -> None:
+            for rows, at in t.groups(self.sizes, work.rows):
+                x, sums = work.x + at * work.stride, work.sums + at * (self.panels.columns * FLOAT)
+                t.call(functions[rows], x, work.stride, work.panel, sums, work.inputs, work.goes_on)
+
+        return add
+
+    def _tile(self, e: Emitter, rows: int) -> ir.Function:
+        """Emits the function of a tile with so many rows."""
+        t = e.function(f"tile{rows}", 6)
+        x, stride, panel, sums, inputs, goes_on = t.arguments
         depth, columns, size = self.panels.depth, self.panels.columns, SIZE_OF[self.dtype]
         vectors = range(columns // t.lanes)
         places = {(m, n): sums + (m * columns + n * t.lanes) * FLOAT for m in range(rows) for n in vectors}
-        totals = {place: t.variable(t.load(address)) for place, address in places.items()}
+        totals = {place: t.variable(t.vector(0)) for place in places}
+        with t.when(goes_on > 0):
+            for place, address in places.items():
+                totals[place].set(t.load(address))
         starts = [x + stride * m for m in range(rows)]
 
         def add(k: Value, count: int) -> None:
