@@ -95,13 +95,31 @@ def tile_registers(e: Emitter, shapes: Sequence[TileShape]) -> Iterator[TileRegi
 
     The contents of tiles are undefined at first. Where the chip has no AMX and emulates it, the registers are memory.
     """
+    configure_tiles(e, shapes)
+    yield configured_registers(e, shapes)
+    release_tiles(e)
+
+
+def configure_tiles(e: Emitter, shapes: Sequence[TileShape]) -> None:
+    """Configures the tile registers until `release_tiles`, for functions that are called as well.
+
+    Both take 0.1 us together (Sapphire Rapids), as long as products of few rows.
+    """
+    if "amx-tile" not in e.chip.emulated:
+        AmxRegisters(e, tuple(shapes)).configure()
+
+
+def release_tiles(e: Emitter) -> None:
+    """Ends the use of the tile registers."""
+    if "amx-tile" not in e.chip.emulated:
+        e.intrinsic("llvm.x86.tilerelease", ir.VoidType())
+
+
+def configured_registers(e: Emitter, shapes: Sequence[TileShape]) -> TileRegisters:
+    """Returns the tile registers where they have these shapes already, here or in the caller."""
     if "amx-tile" in e.chip.emulated:
-        yield EmulatedRegisters(e, tuple(shapes), e.words(NUMBER * ROWS * ROW_BYTES // 8))
-        return
-    tiles = AmxRegisters(e, tuple(shapes))
-    tiles.configure()
-    yield tiles
-    e.intrinsic("llvm.x86.tilerelease", ir.VoidType())
+        return EmulatedRegisters(e, tuple(shapes), e.words(NUMBER * ROWS * ROW_BYTES // 8))
+    return AmxRegisters(e, tuple(shapes))
 
 
 class AmxRegisters(TileRegisters):

@@ -5,7 +5,16 @@ from itertools import batched
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.amx import LANE, NUMBER, ROW_BYTES, TileRegisters, TileShape, tile_registers
+from pallas_kernels.cpu.amx import (
+    LANE,
+    NUMBER,
+    ROW_BYTES,
+    TileRegisters,
+    TileShape,
+    configure_tiles,
+    configured_registers,
+    tile_registers,
+)
 from pallas_kernels.cpu.amx import ROWS as TILE_ROWS
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.values import Value
@@ -29,11 +38,9 @@ class TileOperand:
 
 
 def tile_product(e: Emitter) -> ir.Function:
-    """Emits the function that `add_tile_product` calls."""
-    t = e.function("tile_product", 10)
-    *operands, rows, columns, inputs, goes_on = t.arguments
-    x, panel, sums = (TileOperand(*operands[first : first + 2]) for first in (0, 2, 4))
-    shape = _Shape(t, x, panel, sums, columns, inputs, goes_on)
+    """Emits a function for `add_tile_product`."""
+    shape, rows = _begun(e, "tile_product")
+    t = shape.t
     whole = rows // (2 * TILE_ROWS) * (2 * TILE_ROWS)
     with t.when(whole > 0):
         use = _TileUse(2, TILE_ROWS)
@@ -44,6 +51,27 @@ def tile_product(e: Emitter) -> ir.Function:
         with tile_registers(t, use.shapes) as tiles:
             _add_rows(shape, tiles, use, row)
     return t.finish()
+
+
+def few_rows_product(e: Emitter) -> ir.Function:
+    """Emits another one, for up to 16 rows, for which the tile registers are configured before."""
+    shape, rows = _begun(e, "few_rows_product")
+    use = _TileUse(1, rows)
+    _add_rows(shape, configured_registers(shape.t, use.shapes), use, shape.t.integer(0))
+    return shape.t.finish()
+
+
+def configure_few_rows(e: Emitter, rows: Value) -> None:
+    """Configures the tile registers for calls of `few_rows_product` with so many rows."""
+    configure_tiles(e, _TileUse(1, rows).shapes)
+
+
+def _begun(e: Emitter, name: str) -> tuple["_Shape", Value]:
+    """Begins a function for `add_tile_product`, and returns its arguments: the shape, and the rows."""
+    t = e.function(name, 10)
+    *operands, rows, columns, inputs, goes_on = t.arguments
+    x, panel, sums = (TileOperand(*operands[first : first + 2]) for first in (0, 2, 4))
+    return _Shape(t, x, panel, sums, columns, inputs, goes_on), rows
 
 
 def add_tile_product(

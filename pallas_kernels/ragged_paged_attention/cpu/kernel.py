@@ -199,10 +199,12 @@ def _attend(item: _Item) -> None:
     _, size = _Scratch.at(e.integer(64), item)
     memory = e.call_c("malloc", size)
     scratch, _ = _Scratch.at((memory + 63) // 64 * 64, item)
-    functions = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
+    products, weigh = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
     _begin(item, scratch)
+    products.begin(e, item.num_queries)
     with e.loop(item.first_seen // item.block * item.block, item.last + 1, item.block) as block:
-        _fold(item, scratch, *functions, block)
+        _fold(item, scratch, products, weigh, block)
+    products.end(e, item.num_queries)
     _end(item, scratch)
     e.call_c("free", memory)
 

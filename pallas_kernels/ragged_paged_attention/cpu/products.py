@@ -14,11 +14,19 @@ from typing import Self
 from llvmlite import ir
 
 from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.amx import ROWS as TILE_ROWS
+from pallas_kernels.cpu.amx import release_tiles
 from pallas_kernels.cpu.bytes import has_table_of_128
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.float8 import E4M3, halves_of_pairs, pairs_of_codes
 from pallas_kernels.cpu.tile_product import DEPTH as TILE_DEPTH
-from pallas_kernels.cpu.tile_product import TileOperand, add_tile_product, tile_product
+from pallas_kernels.cpu.tile_product import (
+    TileOperand,
+    add_tile_product,
+    configure_few_rows,
+    few_rows_product,
+    tile_product,
+)
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, transposed
 
@@ -69,7 +77,7 @@ class Products(ABC):
     def emit(cls, e: Emitter, operands: Operands) -> "Products":
         transpose = _transpose(e, operands)
         if operands.in_tiles:
-            return TileProducts(transpose, _pack_pairs(e, of_all=True), tile_product(e))
+            return TileProducts(transpose, _pack_pairs(e, of_all=True), tile_product(e), few_rows_product(e))
         # Groups of three heads are common. As two and one, each value was loaded and converted twice.
         sizes = [n for n in (6, 4, 3, 2, 1) if n <= e.chip.group_sizes[0]]
         return VectorProducts(
@@ -79,6 +87,14 @@ class Products(ABC):
             {n: _values(e, n, operands) for n in sizes},
             {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
         )
+
+    @abstractmethod
+    def begin(self, e: Emitter, M: Value) -> None:
+        """Emits what prepares products of M queries, until `end`."""
+
+    @abstractmethod
+    def end(self, e: Emitter, M: Value) -> None:
+        """Emits what ends them."""
 
     @property
     @abstractmethod
@@ -115,6 +131,12 @@ class VectorProducts(Products):
 
     step = 1
 
+    def begin(self, e: Emitter, M: Value) -> None:
+        """Vectors need nothing."""
+
+    def end(self, e: Emitter, M: Value) -> None:
+        """Vectors need nothing."""
+
     def add_logits(
         self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
     ) -> None:
@@ -132,21 +154,27 @@ class VectorProducts(Products):
 
 @dataclass(frozen=True)
 class TileProducts(Products):
-    """Products in the tile registers of AMX."""
+    """Products in the tile registers of AMX. Where one tile has all queries, it is configured once an item."""
 
     product: ir.Function
+    of_few: ir.Function
 
     step = TILE_DEPTH
+
+    def begin(self, e: Emitter, M: Value) -> None:
+        with e.when(M <= TILE_ROWS):
+            configure_few_rows(e, M)
+
+    def end(self, e: Emitter, M: Value) -> None:
+        with e.when(M <= TILE_ROWS):
+            release_tiles(e)
 
     def add_logits(
         self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
     ) -> None:
         row = e.integer(VECTORS * e.lanes * FLOAT)
-        of_queries, of_keys, of_logits = (
-            TileOperand(address, stride) for address, stride in ((queries, D * FLOAT), (keys, row), (logits, row))
-        )
-        inputs, nothing = D * 2, e.integer(0)
-        add_tile_product(e, self.product, of_queries, of_keys, of_logits, M, vectors * e.lanes, inputs, goes_on=nothing)
+        operands = TileOperand(queries, D * FLOAT), TileOperand(keys, row), TileOperand(logits, row)
+        self._add(e, operands, M, vectors * e.lanes, D * 2, goes_on=e.integer(0))
         factor = e.splat(e.load_float(scale))
         with e.loop(0, M * (VECTORS * e.lanes), e.lanes) as at:
             e.store(logits + at * FLOAT, e.load(logits + at * FLOAT) * factor)
@@ -156,7 +184,21 @@ class TileProducts(Products):
     ) -> None:
         of_weights = TileOperand(weights + first * FLOAT, e.integer(VECTORS * e.lanes * FLOAT))
         of_values, of_sums = TileOperand(values + first * V * FLOAT, V * FLOAT), TileOperand(sums, V * FLOAT)
-        add_tile_product(e, self.product, of_weights, of_values, of_sums, M, V, (end - first) * 2, goes_on=e.integer(1))
+        self._add(e, (of_weights, of_values, of_sums), M, V, (end - first) * 2, goes_on=e.integer(1))
+
+    def _add(
+        self,
+        e: Emitter,
+        operands: tuple[TileOperand, TileOperand, TileOperand],
+        M: Value,
+        columns: Value,
+        inputs: Value,
+        goes_on: Value,
+    ) -> None:
+        with e.when(M <= TILE_ROWS):
+            add_tile_product(e, self.of_few, *operands, M, columns, inputs, goes_on)
+        with e.when(M > TILE_ROWS):
+            add_tile_product(e, self.product, *operands, M, columns, inputs, goes_on)
 
 
 @contextmanager
