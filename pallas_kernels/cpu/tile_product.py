@@ -23,6 +23,7 @@ SIZE = SIZE_OF["bfloat16"]
 DEPTH = ROW_BYTES // SIZE  # inputs of a tile
 COLUMNS = ROW_BYTES // LANE  # of a tile of sums
 SUMS = 4  # tile registers for sums: 32 rows and 32 columns, or up to 16 rows and 64 columns
+MANY, FEW = 2 * TILE_ROWS, TILE_ROWS  # rows that are multiplied at a time, and of fewer the most
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,25 @@ class TileOperand:
 
 
 def tile_product(e: Emitter) -> ir.Function:
-    """Emits a function for `add_tile_product`."""
+    """Emits a function for `add_tile_product`, of any number of rows, which configures the tile registers."""
     shape, rows = _begun(e, "tile_product")
     t = shape.t
-    whole = rows // (2 * TILE_ROWS) * (2 * TILE_ROWS)
+    whole = rows // MANY * MANY
     with t.when(whole > 0):
-        use = _TileUse(2, TILE_ROWS)
-        with tile_registers(t, use.shapes) as tiles, t.loop(0, whole, use.most_rows) as row:
-            _add_rows(shape, tiles, use, row)
-    with t.loop(whole, rows, TILE_ROWS) as row:
-        use = _TileUse(1, t.min(rows - row, t.integer(TILE_ROWS)))
+        with tile_registers(t, _MANY.shapes) as tiles, t.loop(0, whole, MANY) as row:
+            _add_rows(shape, tiles, _MANY, row)
+    with t.loop(whole, rows, FEW) as row:
+        use = _TileUse(1, t.min(rows - row, t.integer(FEW)))
         with tile_registers(t, use.shapes) as tiles:
             _add_rows(shape, tiles, use, row)
     return t.finish()
+
+
+def many_rows_product(e: Emitter) -> ir.Function:
+    """Emits another one, for 32 rows, for which the tile registers are configured before."""
+    shape, _ = _begun(e, "many_rows_product")
+    _add_rows(shape, configured_registers(shape.t, _MANY.shapes), _MANY, shape.t.integer(0))
+    return shape.t.finish()
 
 
 def few_rows_product(e: Emitter) -> ir.Function:
@@ -59,6 +66,11 @@ def few_rows_product(e: Emitter) -> ir.Function:
     use = _TileUse(1, rows)
     _add_rows(shape, configured_registers(shape.t, use.shapes), use, shape.t.integer(0))
     return shape.t.finish()
+
+
+def configure_many_rows(e: Emitter) -> None:
+    """Configures the tile registers for calls of `many_rows_product`."""
+    configure_tiles(e, _MANY.shapes)
 
 
 def configure_few_rows(e: Emitter, rows: Value) -> None:
@@ -158,6 +170,9 @@ class _TileUse:
             for b, column in zip(of_panel, columns, strict=False):
                 for number, a in enumerate(of_x):
                     tiles.add_products("bfloat16", number * across + column, a, b)
+
+
+_MANY = _TileUse(2, TILE_ROWS)
 
 
 def _add_rows(shape: _Shape, tiles: TileRegisters, use: _TileUse, row: Value) -> None:

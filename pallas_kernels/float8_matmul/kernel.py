@@ -18,8 +18,8 @@ from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, load_scales
 from pallas_kernels.float8_matmul.decoding import decoded_floats, decoded_pairs
 from pallas_kernels.integer_matmul.code_panels import SCALE_BYTES, CodePanels
-from pallas_kernels.packed_matmul.kernel import NO_GATE, ROWS, outputs_of, tiles_for
-from pallas_kernels.packed_matmul.tiles import FLOAT, TileWork, VectorTiles
+from pallas_kernels.packed_matmul.kernel import NO_GATE, outputs_of, tiles_for
+from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, TileWork, VectorTiles
 
 # Inputs that are decoded at a time: 32 KiB of float32, which the first cache holds.
 PART = 128

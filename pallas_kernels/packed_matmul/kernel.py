@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
-from pallas_kernels.cpu.pool import parallel_runs
+from pallas_kernels.cpu.pool import num_threads, parallel_runs
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import bfloat16s, first_lanes, gelu_tanh, silu
 from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
 from pallas_kernels.packed_matmul.panels import WORD, Panels
-from pallas_kernels.packed_matmul.tiles import FLOAT, Tiles, TileWork, VectorTiles
+from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, Tiles, TileWork, VectorTiles
 
-ROWS = 96  # of an item
 NO_GATE = "none"
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
 
@@ -67,69 +66,77 @@ class _Product:
 
 @dataclass(frozen=True)
 class _PanelRows:
-    """Rows `begin` to `end` of x [.., K] times some panels."""
+    """Some rows of x [.., K], the first one at `x`, times some panels."""
 
     x: Value
-    begin: Value
-    end: Value
+    count: Value
     K: Value
     panels: Sequence[Value]
     sums: Sequence[Value]  # of each panel, f32[rows, columns]
 
 
 def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
-    """Emits a loop over all items."""
-    x, y = frame.argument(0), frame.result(0)
+    """Emits a loop over all items: some panels of a matrix that lie side by side, and some rows."""
+    x, y, tiles = frame.argument(0), frame.result(0), product.tiles
     index, first = e.load_int(frame.argument(1).data, 32), 3 if product.in_groups else 2
     weight = frame.argument(index + first)
     groups, starts, blocks = e.integer(1), e.integer(0), (x.size(0) + (ROWS - 1)) // ROWS
     if product.in_groups:  # an item has all rows of a group
         groups, starts, blocks = frame.argument(2).size(0) - 1, frame.argument(2).data, e.integer(1)
     matrices, num_panels = weight.size(0) // (groups * product.panels), weight.size(1)
-    captured = (x.data, weight.data, y.data, x.size(0), x.size(1), y.size(1), matrices, num_panels, starts)
+    size = (x.size(1) + (tiles.panels.depth - 1)) // tiles.panels.depth * (tiles.panels.columns * WORD)
+    others = groups * matrices * blocks
+    together = tiles.panels_together(
+        e, size * product.panels, x.size(0) // groups, others * num_panels, num_threads(e, frame)
+    )
+    parts = (num_panels + (together - 1)) // together
+    captured = (
+        x.data, weight.data, y.data, x.size(0), x.size(1), y.size(1), matrices, num_panels, starts, size, together
+    )  # fmt: skip
 
     def item(t: Emitter, number: Value, captured: Sequence[Value]) -> None:
-        x, weight, y, M, K, width, matrices, num_panels, starts = captured
+        x, weight, y, M, K, width, matrices, num_panels, starts, size, together = captured
         blocks = t.integer(1) if product.in_groups else (M + (ROWS - 1)) // ROWS
-        block, panel, matrix = number % blocks, number // blocks % num_panels, number // blocks // num_panels
+        parts = (num_panels + (together - 1)) // together
+        block, part, matrix = number % blocks, number // blocks % parts, number // blocks // parts
         if product.in_groups:
             group = starts + matrix // matrices * 4
             begin, end = t.load_int(group, 32), t.load_int(group + 4, 32)
         else:
             begin = block * ROWS
             end = t.min(begin + ROWS, M)
-        columns, depth = product.tiles.panels.columns, product.tiles.panels.depth
-        size = (K + (depth - 1)) // depth * (columns * WORD)
         of_matrix = weight + matrix * num_panels * size * product.panels
-        panels = [of_matrix + (num_panels * which + panel) * size for which in range(product.panels)]
-        sums = [t.words(ROWS * columns * FLOAT // 8) for _ in panels]
-        add = product.tiles.emit(t)
-        N = width // matrices
-        column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
-        with t.loop(begin, end, ROWS) as first:
-            some = _PanelRows(x, first, t.min(first + ROWS, end), K, panels, sums)
-            _add_up(t, product.tiles, add, some)
-            _finish(t, product, some, y + (first * width + column) * SIZE_OF[product.out_dtype], width, count)
+        columns, N = tiles.panels.columns, width // matrices
+        sums = [t.words(tiles.most_rows * columns * FLOAT // 8) for _ in range(product.panels)]
+        first_panel = part * together
+        for step in tiles.steps(t, begin, end):
+            of_x = x + step.first * K * SIZE_OF[tiles.dtype]
+            with t.loop(first_panel, t.min(first_panel + together, num_panels)) as panel:
+                panels = [of_matrix + (num_panels * which + panel) * size for which in range(product.panels)]
+                some = _PanelRows(of_x, step.count, K, panels, sums)
+                _add_up(t, tiles, step.add, some)
+                column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
+                place = y + (step.first * width + column) * SIZE_OF[product.out_dtype]
+                _finish(t, product, some, place, width, count)
 
-    parallel_runs(e, frame, groups * matrices * num_panels * blocks, captured, item)
+    parallel_runs(e, frame, others * parts, captured, item)
 
 
 def _add_up(t: Emitter, tiles: Tiles, add: Callable[[TileWork], None], item: _PanelRows) -> None:
-    """Emits the sums of an item."""
+    """Emits the sums of some rows."""
     columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
-    count, stride = item.end - item.begin, item.K * size
-    x = item.x + item.begin * stride
     part = tiles.part // (columns * size * len(item.panels))
     with t.loop(0, item.K, part) as k:
         inputs = t.min(item.K - k, t.integer(part))
         for panel, sums in zip(item.panels, item.sums, strict=True):
-            add(TileWork(x + k * size, stride, panel + k * (columns * size), sums, inputs, count, goes_on=k))
+            of_panel = panel + k * (columns * size)
+            add(TileWork(item.x + k * size, item.K * size, of_panel, sums, inputs, item.count, goes_on=k))
 
 
 def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Value, count: Value) -> None:
     """Emits the first `count` outputs of each row of an item at `y`, in rows of `width` outputs."""
     columns, size = product.tiles.panels.columns, SIZE_OF[product.out_dtype]
-    with t.loop(0, item.end - item.begin) as row:
+    with t.loop(0, item.count) as row:
         with t.loop(0, count, t.lanes) as at:
             outputs = outputs_of(product.gate, [t.load(sums + (row * columns + at) * FLOAT) for sums in item.sums])
             place = y + (row * width + at) * size

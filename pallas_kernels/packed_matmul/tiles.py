@@ -18,6 +18,7 @@ from pallas_kernels.cpu.vectors import dot_pairs
 from pallas_kernels.packed_matmul.panels import WORD, Panels
 
 FLOAT = SIZE_OF["float32"]
+ROWS = 96  # of an item of work
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,33 @@ class Tiles(ABC):
     panels: Panels
     # Bytes of panels that all rows of an item go through before the next: so many stay in the second cache.
     part: ClassVar[int]
+    # The rows whose sums are added up before they become outputs.
+    most_rows: ClassVar[int]
 
     @abstractmethod
     def emit(self, t: Emitter) -> Callable[[TileWork], None]:
         """Emits the functions of the tiles, and returns what emits their calls for some work."""
+
+    @abstractmethod
+    def steps(self, t: Emitter, begin: Value, end: Value) -> Iterator["Step"]:
+        """Emits the body of Python's `for` in loops over the rows from `begin` to before `end`."""
+
+    @abstractmethod
+    def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
+        """Returns how many panels of `size` bytes each step goes through, of an item that has as many.
+
+        rows: of x, in all items
+        items: how many there are if an item has one panel
+        """
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of an item: the first one, their number, and what emits the addition of their products."""
+
+    first: Value
+    count: Value
+    add: Callable[[TileWork], None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,7 @@ class VectorTiles(Tiles):
     """
 
     part = 256 * 1024
+    most_rows = ROWS
     sizes: ClassVar[tuple[int, ...]] = (6, 4, 2, 1)
 
     def emit(self, t: Emitter) -> Callable[[TileWork], None]:
@@ -79,6 +104,14 @@ class VectorTiles(Tiles):
                 t.call(functions[rows], x, work.stride, work.panel, sums, work.inputs, work.goes_on)
 
         return add
+
+    def steps(self, t: Emitter, begin: Value, end: Value) -> Iterator[Step]:
+        add = self.emit(t)
+        with t.loop(begin, end, ROWS) as first:
+            yield Step(first, t.min(end - first, t.integer(ROWS)), add)
+
+    def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
+        return t.integer(1)
 
     def _tile(self, e: Emitter, rows: int) -> ir.Function:
         """Emits the function of a tile with so many rows."""
