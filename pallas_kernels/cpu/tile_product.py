@@ -23,6 +23,8 @@ SIZE = SIZE_OF["bfloat16"]
 DEPTH = ROW_BYTES // SIZE  # inputs of a tile
 COLUMNS = ROW_BYTES // LANE  # of a tile of sums
 SUMS = 4  # tile registers for sums: 32 rows and 32 columns, or up to 16 rows and 64 columns
+LINE = 64  # bytes of a line of a cache
+FETCHED_LINES = 16  # while 32 inputs of 32 rows and 32 columns are multiplied
 MANY, FEW = 2 * TILE_ROWS, TILE_ROWS  # rows that are multiplied at a time, and of fewer the most
 
 
@@ -80,10 +82,10 @@ def configure_few_rows(e: Emitter, rows: Value) -> None:
 
 def _begun(e: Emitter, name: str) -> tuple["_Shape", Value]:
     """Begins a function for `add_tile_product`, and returns its arguments: the shape, and the rows."""
-    t = e.function(name, 10)
-    *operands, rows, columns, inputs, goes_on = t.arguments
+    t = e.function(name, 11)
+    *operands, rows, columns, inputs, goes_on, ahead = t.arguments
     x, panel, sums = (TileOperand(*operands[first : first + 2]) for first in (0, 2, 4))
-    return _Shape(t, x, panel, sums, columns, inputs, goes_on), rows
+    return _Shape(t, x, panel, sums, columns, inputs, goes_on, ahead), rows
 
 
 def add_tile_product(
@@ -96,18 +98,21 @@ def add_tile_product(
     columns: Value,
     inputs: Value,
     goes_on: Value,
+    ahead: Value,
 ) -> None:
     """Emits a call which adds x [rows, inputs] times a panel to sums f32[rows, columns].
 
     A panel's row has the same pair of inputs of all columns, which are a multiple of 16. Where `goes_on` is 0 the sums
-    are those of this product alone, whatever their memory holds.
+    are those of this product alone, whatever their memory holds. `ahead` is 0 or the address of another panel, a half
+    of which the second cache shall have by the next call of `many_rows_product`, for 64 columns: the first half of the
+    lines of each 32 inputs, or the second one from 2048 bytes behind its beginning on.
 
     A sum takes in 32 inputs after 32 inputs, from the first one on. A tile register's row depends on no other row, so
     the sums of one row have the same bits in a tile of one row and in one of sixteen. The last inputs, if these are
     not 32, are copied and followed by zeros, which change no bit.
     """
     operands = (part for one in (x, panel, sums) for part in (one.address, one.stride))
-    t.call(function, *operands, rows, columns, inputs, goes_on)
+    t.call(function, *operands, rows, columns, inputs, goes_on, ahead)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class _Shape:
     columns: Value
     inputs: Value
     goes_on: Value
+    ahead: Value
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,11 @@ def _add_rows(shape: _Shape, tiles: TileRegisters, use: _TileUse, row: Value) ->
         with t.loop(0, whole, DEPTH) as k:
             x = TileOperand(shape.x.at(row, k * SIZE), shape.x.stride)
             panel = TileOperand(shape.panel.at(k // 2, first), shape.panel.stride)
+            if use == _MANY:
+                with t.when(shape.ahead > 0):
+                    lines = shape.ahead + k // 2 * shape.panel.stride + first * (FETCHED_LINES // across)
+                    for line in range(FETCHED_LINES):
+                        t.prefetch(lines + line * LINE, level=2)
             use.add(tiles, across, x, panel)
         with t.when(rest > 0):
             words = TileOperand(shape.panel.at(whole // 2, first), shape.panel.stride)

@@ -149,7 +149,9 @@ def _add_up(
             inputs = t.min(end - k, t.integer(PART))
             t.call(functions.decode, codes + k * columns, decoded, inputs)
             x = rows.address + k * size
-            functions.packed(TileWork(x, stride, decoded, sums, inputs, count, goes_on=t.integer(1)))
+            functions.packed(
+                TileWork(x, stride, decoded, sums, inputs, count, goes_on=t.integer(1), ahead=t.integer(0))
+            )
         scale = [
             load_scales(t, scales + (group * columns + v) * SCALE_BYTES[product.panels.scale_dtype],
                         product.panels.scale_dtype)

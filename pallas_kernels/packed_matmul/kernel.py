@@ -4,7 +4,7 @@ The sums of an item are in its thread's memory. Tiles add some inputs of a panel
 before the next inputs, so that this part of the panel stays in the second cache. Then the sums become outputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.chips import CpuChip
@@ -15,7 +15,7 @@ from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import bfloat16s, first_lanes, gelu_tanh, silu
 from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
 from pallas_kernels.packed_matmul.panels import WORD, Panels
-from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, Tiles, TileWork, VectorTiles
+from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, Step, Tiles, TileWork, VectorTiles
 
 NO_GATE = "none"
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
@@ -101,20 +101,21 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
         block, part, matrix = number % blocks, number // blocks % parts, number // blocks // parts
         if product.in_groups:
             group = starts + matrix // matrices * 4
-            begin, end = t.load_int(group, 32), t.load_int(group + 4, 32)
+            first_row = begin = t.load_int(group, 32)
+            end = t.load_int(group + 4, 32)
         else:
-            begin = block * ROWS
+            first_row, begin = t.integer(0), block * ROWS
             end = t.min(begin + ROWS, M)
         of_matrix = weight + matrix * num_panels * size * product.panels
         columns, N = tiles.panels.columns, width // matrices
         sums = [t.words(tiles.most_rows * columns * FLOAT // 8) for _ in range(product.panels)]
         first_panel = part * together
-        for step in tiles.steps(t, begin, end):
+        for step in tiles.steps(t, begin, end, first_row):
             of_x = x + step.first * K * SIZE_OF[tiles.dtype]
             with t.loop(first_panel, t.min(first_panel + together, num_panels)) as panel:
                 panels = [of_matrix + (num_panels * which + panel) * size for which in range(product.panels)]
                 some = _PanelRows(of_x, step.count, K, panels, sums)
-                _add_up(t, tiles, step.add, some)
+                _add_up(t, tiles, step, some, together * size)
                 column, count = matrix % matrices * N + panel * columns, t.min(N - panel * columns, t.integer(columns))
                 place = y + (step.first * width + column) * SIZE_OF[product.out_dtype]
                 _finish(t, product, some, place, width, count)
@@ -122,15 +123,16 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
     parallel_runs(e, frame, others * parts, captured, item)
 
 
-def _add_up(t: Emitter, tiles: Tiles, add: Callable[[TileWork], None], item: _PanelRows) -> None:
-    """Emits the sums of some rows."""
+def _add_up(t: Emitter, tiles: Tiles, step: Step, item: _PanelRows, next_panels: Value) -> None:
+    """Emits the sums of some rows. The panels of the next item lie `next_panels` bytes behind those of this one."""
     columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
     part = tiles.part // (columns * size * len(item.panels))
     with t.loop(0, item.K, part) as k:
         inputs = t.min(item.K - k, t.integer(part))
         for panel, sums in zip(item.panels, item.sums, strict=True):
             of_panel = panel + k * (columns * size)
-            add(TileWork(item.x + k * size, item.K * size, of_panel, sums, inputs, item.count, goes_on=k))
+            ahead = step.ahead(of_panel + next_panels)
+            step.add(TileWork(item.x + k * size, item.K * size, of_panel, sums, inputs, item.count, k, ahead))
 
 
 def _finish(t: Emitter, product: _Product, item: _PanelRows, y: Value, width: Value, count: Value) -> None:

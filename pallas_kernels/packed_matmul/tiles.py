@@ -32,6 +32,7 @@ class TileWork:
     inputs: their number, a multiple of 32 but for the last ones of a row
     rows: their number
     goes_on: 0 where the sums begin with these products, whatever their memory holds
+    ahead: 0, or the address of what is fetched into the second cache meanwhile (`cpu.tile_product`)
     """
 
     x: Value
@@ -41,6 +42,7 @@ class TileWork:
     inputs: Value
     rows: Value
     goes_on: Value
+    ahead: Value
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,11 @@ class Tiles(ABC):
         """Emits the functions of the tiles, and returns what emits their calls for some work."""
 
     @abstractmethod
-    def steps(self, t: Emitter, begin: Value, end: Value) -> Iterator["Step"]:
-        """Emits the body of Python's `for` in loops over the rows from `begin` to before `end`."""
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator["Step"]:
+        """Emits the body of Python's `for` in loops over the rows from `begin` to before `end`.
+
+        first_row: of all rows that are multiplied by the same matrix
+        """
 
     @abstractmethod
     def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
@@ -77,11 +82,18 @@ class Tiles(ABC):
 
 @dataclass(frozen=True)
 class Step:
-    """Rows of an item: the first one, their number, and what emits the addition of their products."""
+    """Rows of an item.
+
+    first: the first one
+    count: their number
+    add: emits the addition of their products
+    ahead: returns what these products fetch of the panel at an address, as TileWork has it
+    """
 
     first: Value
     count: Value
     add: Callable[[TileWork], None]
+    ahead: Callable[[Value], Value]
 
 
 @dataclass(frozen=True)
@@ -105,10 +117,10 @@ class VectorTiles(Tiles):
 
         return add
 
-    def steps(self, t: Emitter, begin: Value, end: Value) -> Iterator[Step]:
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[Step]:
         add = self.emit(t)
         with t.loop(begin, end, ROWS) as first:
-            yield Step(first, t.min(end - first, t.integer(ROWS)), add)
+            yield Step(first, t.min(end - first, t.integer(ROWS)), add, lambda panel: t.integer(0))
 
     def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
         return t.integer(1)

@@ -196,9 +196,9 @@ class TileProducts(Products):
         goes_on: Value,
     ) -> None:
         with e.when(M <= TILE_ROWS):
-            add_tile_product(e, self.of_few, *operands, M, columns, inputs, goes_on)
+            add_tile_product(e, self.of_few, *operands, M, columns, inputs, goes_on, e.integer(0))
         with e.when(M > TILE_ROWS):
-            add_tile_product(e, self.product, *operands, M, columns, inputs, goes_on)
+            add_tile_product(e, self.product, *operands, M, columns, inputs, goes_on, e.integer(0))
 
 
 @contextmanager
