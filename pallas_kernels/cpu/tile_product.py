@@ -1,7 +1,7 @@
 """A product of bfloat16 matrices in the tile registers of AMX, for whatever kernel has its operands in memory."""
 
 from dataclasses import dataclass
-from itertools import batched
+from itertools import batched, zip_longest
 
 from llvmlite import ir
 
@@ -162,17 +162,14 @@ class _TileUse:
         """Adds up 32 inputs."""
         of_x = [SUMS + number for number in range(self.heights)]
         of_panel = range(SUMS + self.heights, NUMBER)
-        to_load = list(enumerate(of_x))
         for columns in batched(range(across), len(of_panel)):
-            for b, column in zip(of_panel, columns, strict=False):
-                tiles.load(b, panel.at(0, column * ROW_BYTES), panel.stride)
-                # Loads of both by turns: 8% faster than x first, for 512 rows (Sapphire Rapids).
-                if to_load:
-                    number, a = to_load.pop(0)
-                    tiles.load(a, x.at(number * TILE_ROWS, 0), x.stride)
-            for number, a in to_load:
-                tiles.load(a, x.at(number * TILE_ROWS, 0), x.stride)
-            to_load = []
+            # One tile of each by turns: x first took 1.08 times as long, for 512 rows (Sapphire Rapids).
+            of_both = zip_longest(zip(of_panel, columns, strict=False), enumerate(of_x) if columns[0] == 0 else ())
+            for of_columns, of_rows in of_both:
+                if of_columns is not None:
+                    tiles.load(of_columns[0], panel.at(0, of_columns[1] * ROW_BYTES), panel.stride)
+                if of_rows is not None:
+                    tiles.load(of_rows[1], x.at(of_rows[0] * TILE_ROWS, 0), x.stride)
             for b, column in zip(of_panel, columns, strict=False):
                 for number, a in enumerate(of_x):
                     tiles.add_products("bfloat16", number * across + column, a, b)
