@@ -38,7 +38,7 @@ def parallel_runs(e: Emitter, frame: Frame, count: Value, captured: Sequence[Val
 
 
 def _loop(e: Emitter, frame: Frame, count: Value, captured: Sequence[Value], take: ir.Function) -> None:
-    threads = e.max(e.min(_num_threads(e, frame), count), e.integer(1))
+    threads = e.max(e.min(num_threads(e, frame), count), e.integer(1))
     counters = _CAPTURED + len(captured)
     state = e.call_c("malloc", (threads * _LINE + counters) * _WORD)
     for number, word in enumerate((e.integer(0), e.integer(0), threads, count, threads, *captured)):
@@ -104,7 +104,8 @@ def _let_go(e: Emitter, state: Value) -> None:
         e.call_c("free", state)
 
 
-def _num_threads(e: Emitter, frame: Frame) -> Value:
+def num_threads(e: Emitter, frame: Frame) -> Value:
+    """Returns the number of XLA's threads."""
     answer, arguments = e.words(1), e.words(4)
     e.store_int(answer, 1)
     for number, word in enumerate((e.integer(4 * _WORD), e.integer(0), frame.context, answer)):

@@ -6,7 +6,7 @@ memory of the thread, which the tiles of `packed_matmul` read for all rows of th
 the same order, so a row has the same bits whatever other rows there are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -18,8 +18,8 @@ from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, load_scales
 from pallas_kernels.float8_matmul.decoding import decoded_floats, decoded_pairs
 from pallas_kernels.integer_matmul.code_panels import SCALE_BYTES, CodePanels
-from pallas_kernels.packed_matmul.kernel import NO_GATE, ROWS, outputs_of, tiles_for
-from pallas_kernels.packed_matmul.tiles import FLOAT, VectorTiles
+from pallas_kernels.packed_matmul.kernel import NO_GATE, outputs_of, tiles_for
+from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, TileWork, VectorTiles
 
 # Inputs that are decoded at a time: 32 KiB of float32, which the first cache holds.
 PART = 128
@@ -110,7 +110,7 @@ class _Functions:
 
     few: dict[int, ir.Function]
     decode: ir.Function
-    packed: dict[int, ir.Function]
+    packed: Callable[[TileWork], None]
 
     @classmethod
     def emit(cls, t: Emitter, product: _Float8Product) -> "_Functions":
@@ -119,7 +119,7 @@ class _Functions:
         return cls(
             {rows: _few_rows(t, rows, product) for rows in sizes},
             _decode(t, product),
-            {rows: tiles.emit(t, rows) for rows in tiles.sizes},
+            tiles.emit(t),
         )
 
 
@@ -148,9 +148,10 @@ def _add_up(
         with t.when(count > few), t.loop(begin, end, PART) as k:
             inputs = t.min(end - k, t.integer(PART))
             t.call(functions.decode, codes + k * columns, decoded, inputs)
-            for number, row in t.groups(tuple(functions.packed), count):
-                x, of_sums = rows.address + row * stride + k * size, sums + row * (columns * FLOAT)
-                t.call(functions.packed[number], x, stride, decoded, of_sums, inputs)
+            x = rows.address + k * size
+            functions.packed(
+                TileWork(x, stride, decoded, sums, inputs, count, goes_on=t.integer(1), ahead=t.integer(0))
+            )
         scale = [
             load_scales(t, scales + (group * columns + v) * SCALE_BYTES[product.panels.scale_dtype],
                         product.panels.scale_dtype)

@@ -18,6 +18,31 @@ from pallas_kernels.cpu.vectors import dot_pairs
 from pallas_kernels.packed_matmul.panels import WORD, Panels
 
 FLOAT = SIZE_OF["float32"]
+ROWS = 96  # of an item of work
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """What is added up: the products of some inputs of some rows with a panel.
+
+    x: the address of the first row at the first input
+    stride: the bytes between rows
+    panel: the address of the panel at that input
+    sums: the address of f32[rows, columns]
+    inputs: their number, a multiple of 32 but for the last ones of a row
+    rows: their number
+    goes_on: 0 where the sums begin with these products, whatever their memory holds
+    ahead: 0, or the address of what is fetched into the second cache meanwhile (`cpu.tile_product`)
+    """
+
+    x: Value
+    stride: Value
+    panel: Value
+    sums: Value
+    inputs: Value
+    rows: Value
+    goes_on: Value
+    ahead: Value
 
 
 @dataclass(frozen=True)
@@ -30,17 +55,45 @@ class Tiles(ABC):
 
     dtype: str
     panels: Panels
-    # The rows that a tile may have, the largest first.
-    sizes: ClassVar[tuple[int, ...]]
+    # Bytes of panels that all rows of an item go through before the next: so many stay in the second cache.
+    part: ClassVar[int]
+    # The rows whose sums are added up before they become outputs.
+    most_rows: ClassVar[int]
 
     @abstractmethod
-    def emit(self, e: Emitter, rows: int) -> ir.Function:
-        """Emits the function of a tile with so many rows.
+    def emit(self, t: Emitter) -> Callable[[TileWork], None]:
+        """Emits the functions of the tiles, and returns what emits their calls for some work."""
 
-        Its arguments are the address of the first row of x at the first input, the bytes between rows, the address of
-        the panel at that input, the address of the sums f32[rows, columns], and the number of inputs to add up, which
-        is a multiple of 32 but for the last ones of a row.
+    @abstractmethod
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator["Step"]:
+        """Emits the body of Python's `for` in loops over the rows from `begin` to before `end`.
+
+        first_row: of all rows that are multiplied by the same matrix
         """
+
+    @abstractmethod
+    def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
+        """Returns how many panels of `size` bytes each step goes through, of an item that has as many.
+
+        rows: of x, in all items
+        items: how many there are if an item has one panel
+        """
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of an item.
+
+    first: the first one
+    count: their number
+    add: emits the addition of their products
+    ahead: returns what these products fetch of the panel at an address, as TileWork has it
+    """
+
+    first: Value
+    count: Value
+    add: Callable[[TileWork], None]
+    ahead: Callable[[Value], Value]
 
 
 @dataclass(frozen=True)
@@ -50,15 +103,39 @@ class VectorTiles(Tiles):
     6 rows and 4 vectors are 24 sums of the 32 registers of AVX-512 and NEON; 6 rows and 2 vectors are 12 of AVX2's 16.
     """
 
-    sizes = (6, 4, 2, 1)
+    part = 256 * 1024
+    most_rows = ROWS
+    sizes: ClassVar[tuple[int, ...]] = (6, 4, 2, 1)
 
-    def emit(self, e: Emitter, rows: int) -> ir.Function:
-        t = e.function(f"tile{rows}", 5)
-        x, stride, panel, sums, inputs = t.arguments
+    def emit(self, t: Emitter) -> Callable[[TileWork], None]:
+        functions = {rows: self._tile(t, rows) for rows in self.sizes}
+
+        def add(work: TileWork) -> None:
+            for rows, at in t.groups(self.sizes, work.rows):
+                x, sums = work.x + at * work.stride, work.sums + at * (self.panels.columns * FLOAT)
+                t.call(functions[rows], x, work.stride, work.panel, sums, work.inputs, work.goes_on)
+
+        return add
+
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[Step]:
+        add = self.emit(t)
+        with t.loop(begin, end, ROWS) as first:
+            yield Step(first, t.min(end - first, t.integer(ROWS)), add, lambda panel: t.integer(0))
+
+    def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
+        return t.integer(1)
+
+    def _tile(self, e: Emitter, rows: int) -> ir.Function:
+        """Emits the function of a tile with so many rows."""
+        t = e.function(f"tile{rows}", 6)
+        x, stride, panel, sums, inputs, goes_on = t.arguments
         depth, columns, size = self.panels.depth, self.panels.columns, SIZE_OF[self.dtype]
         vectors = range(columns // t.lanes)
         places = {(m, n): sums + (m * columns + n * t.lanes) * FLOAT for m in range(rows) for n in vectors}
-        totals = {place: t.variable(t.load(address)) for place, address in places.items()}
+        totals = {place: t.variable(t.vector(0)) for place in places}
+        with t.when(goes_on > 0):
+            for place, address in places.items():
+                totals[place].set(t.load(address))
         starts = [x + stride * m for m in range(rows)]
 
         def add(k: Value, count: int) -> None:

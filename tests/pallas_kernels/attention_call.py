@@ -15,7 +15,7 @@ from pallas_kernels.cpu.host import host_chip
 from pallas_kernels.ragged_paged_attention import RaggedRows, ScaledPages
 from pallas_kernels.ragged_paged_attention.cases import RaggedCase
 from pallas_kernels.ragged_paged_attention.layout import RowLayout, scale_shape
-from tests.pallas_kernels.cpu_chips import narrower
+from tests.pallas_kernels.cpu_chips import WITH_AMX, narrower
 from tests.pallas_kernels.gpu_here import INTERPRETED
 
 LAYERS, LAYER = 3, 1
@@ -30,9 +30,10 @@ BACKENDS = {
     # Vectors of other CPUs.
     "cpu-8": Backend("cpu", narrower(8)),
     "cpu-4": Backend("cpu", narrower(4)),
+    "cpu-amx": Backend("cpu", WITH_AMX),
 }
-# The GPU's matrix units take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
-DTYPES = {name: np.float16 if name == "gpu" else np.float32 for name in BACKENDS}
+# Matrix units of GPUs and tiles of CPUs take 16 bits. Errors measured: 6.2e-7 with XLA on CPU in float32.
+DTYPES = dict.fromkeys(BACKENDS, np.float32) | {"gpu": np.float16, "cpu-amx": ml_dtypes.bfloat16}
 TOLERANCES = {np.dtype(np.float32): 1e-5, np.dtype(np.float16): 3e-3, np.dtype(ml_dtypes.bfloat16): 0.02}
 
 

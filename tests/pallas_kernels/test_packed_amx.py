@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.machine_code import compile_handler, handler_assembly
+from pallas_kernels.cpu.tile_product import DEPTH
 from pallas_kernels.packed_matmul import Panels, packed_matmul
-from pallas_kernels.packed_matmul.amx_tiles import DEPTH
 from pallas_kernels.packed_matmul.kernel import packed_matmul as kernel
 from tests.pallas_kernels.cpu_chips import AMX_CHIPS, SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.dot_models import tile_product
@@ -83,6 +83,7 @@ def test_it_is_compiled_to_the_instructions_of_amx() -> None:
 
     emitted = [line.split()[0] for line in handler_assembly("handler", emit, SAPPHIRE_RAPIDS).splitlines() if line]
     counts = {name: emitted.count(name) for name in ("ldtilecfg", "tilerelease", "tdpbf16ps", "vdpbf16ps")}
-    # Six tiles, of 32 rows to one, for each of two matrices; four products for whole tiles and as many for the last.
-    assert counts == {"ldtilecfg": 6, "tilerelease": 6, "tdpbf16ps": 6 * 8, "vdpbf16ps": 0}
+    # Tiles of 32 rows and of up to 16, whose products are emitted for whole tiles of inputs and for the last one: four
+    # of 32 rows or of 64 columns, and what is left of the columns, two of 32 rows or one.
+    assert counts == {"ldtilecfg": 2, "tilerelease": 2, "tdpbf16ps": 2 * (4 + 2) + 2 * (4 + 1), "vdpbf16ps": 0}
     assert compile_handler("handler", emit, SAPPHIRE_RAPIDS)[:4] == b"\x7fELF"

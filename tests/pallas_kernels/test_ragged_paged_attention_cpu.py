@@ -1,20 +1,33 @@
 """Ragged paged attention in machine code that Python writes, with vectors of three widths."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cpu.emit import Emitter
+from pallas_kernels.cpu.frame import Frame
+from pallas_kernels.cpu.machine_code import handler_assembly
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, RaggedRows
-from tests.pallas_kernels.attention_suite import LONG_MIXED, MIXED, CompiledSuite, run
+from pallas_kernels.ragged_paged_attention.cases import CASES, RaggedCase
+from pallas_kernels.ragged_paged_attention.cpu.kernel import attention
+from tests.pallas_kernels.attention_suite import LONG_MIXED, MIXED, QUICK, CompiledSuite, run
+from tests.pallas_kernels.cpu_chips import SAPPHIRE_RAPIDS
 
 
 class CpuSuite(CompiledSuite):
     """What only this kernel promises."""
 
-    @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        super().pytest_generate_tests(metafunc)
+        if "dtype" in metafunc.fixturenames:
+            metafunc.parametrize("dtype", self.dtypes)
+
     @pytest.mark.parametrize(
         "case",
         [
@@ -25,9 +38,9 @@ class CpuSuite(CompiledSuite):
         ],
         ids=str,
     )
-    def test_a_token_has_the_same_bits_alone(self, case: Any, dtype: Any) -> None:
+    def test_a_token_has_the_same_bits_alone(self, case: RaggedCase, dtype: str) -> None:
         # Together they are tiles of other rows and of several queries; alone each is a decode row.
-        call = self.call(case, dtype)
+        call = self.call(case, jnp.dtype(dtype))
         together, _ = run(call, self.backend)
         for index, row in enumerate(case.rows):
             for number in {0, row.query_len // 2, row.query_len - 1}:
@@ -60,3 +73,20 @@ class TestVectorsOfEight(CpuSuite):
 
 class TestVectorsOfFour(CpuSuite):
     backend = "cpu-4"
+
+
+class TestTiles(CpuSuite):
+    """Of AMX, which this CPU emulates: they multiply where queries and pages are bfloat16."""
+
+    backend = "cpu-amx"
+    cases = [case for case in CASES if case.name in QUICK and case.kv_dtype is None]
+    dtypes = ("bfloat16",)
+
+    def test_they_are_compiled_to_the_instructions_of_amx(self) -> None:
+        def emit(e: Emitter, frame: Frame) -> None:
+            attention(e, frame, "bfloat16", "bfloat16", "by-head")
+
+        emitted = [line.split()[0] for line in handler_assembly("handler", emit, SAPPHIRE_RAPIDS).splitlines() if line]
+        # Configured once for few queries, and in the function of many for whole tiles and for the others.
+        counts = {name: emitted.count(name) for name in ("ldtilecfg", "tilerelease", "vdpbf16ps")}
+        assert counts == {"ldtilecfg": 3, "tilerelease": 3, "vdpbf16ps": 0} and "tdpbf16ps" in emitted

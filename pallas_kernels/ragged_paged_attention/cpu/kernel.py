@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from pallas_kernels.cpu.amx import ROWS as TILE_ROWS
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp2, first_lanes, lane, tanh
-from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products
+from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products, VectorProducts
 from pallas_kernels.ragged_paged_attention.cpu.softmax import MASKED, NO_PEAK, weigh_functions
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
+TILE_QUERIES = 128  # the same where tiles of AMX multiply: packing a key takes as long as multiplying it by 64
 FEW = 16  # so many queries read values where they are; more of them read a packed copy
 _TILE = 16  # bytes of an entry of the list of tiles: the row, and its first query
 
@@ -27,8 +29,7 @@ def attention(e: Emitter, frame: Frame, dtype: str, kv_dtype: str, scaled: str) 
 
     scaled: by-token where the key and the value of each token have scales of their own
     """
-    in_pairs = dtype == kv_dtype == "bfloat16" and e.chip.has_bf16_dot
-    types = Operands(dtype, kv_dtype, in_pairs), scaled == "by-token"
+    types = Operands.of(e.chip, dtype, kv_dtype), scaled == "by-token"
     call = _Call(e, frame, *types)
     tiles = e.call_c("malloc", (call.num_tokens + 1) * _TILE)
     count = _list_tiles(call, tiles)
@@ -72,6 +73,11 @@ class _Call:
         self.group = self.num_heads // self.num_kv_heads
         self.units = self.key_size // operands.per_unit  # of a key
         self.tile_tokens = e.max(e.integer(MAX_QUERIES) // self.group, e.integer(1))
+        if operands.in_tiles:
+            tokens = e.integer(TILE_QUERIES) // self.group
+            self.tile_tokens = e.max(
+                e.select(tokens < TILE_ROWS, tokens, tokens // TILE_ROWS * TILE_ROWS), e.integer(1)
+            )
 
     def query_start(self, row: Value) -> Value:
         return self.e.load_int(self._starts + row * 4, 32)
@@ -193,10 +199,12 @@ def _attend(item: _Item) -> None:
     _, size = _Scratch.at(e.integer(64), item)
     memory = e.call_c("malloc", size)
     scratch, _ = _Scratch.at((memory + 63) // 64 * 64, item)
-    functions = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
+    products, weigh = Products.emit(e, operands), weigh_functions(e, VECTORS, operands)
     _begin(item, scratch)
+    products.begin(e, item.num_queries)
     with e.loop(item.first_seen // item.block * item.block, item.last + 1, item.block) as block:
-        _fold(item, scratch, *functions, block)
+        _fold(item, scratch, products, weigh, block)
+    products.end(e, item.num_queries)
     _end(item, scratch)
     e.call_c("free", memory)
 
@@ -230,9 +238,7 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
         e.call(products.transpose, item.kv_at(block + t), ahead, scratch.keys + t * FLOAT, D, call.width)
         if call.by_token:
             _copy_scales(item, scratch, block, t)
-    for count, m in e.groups(tuple(products.dots), M):
-        queries, logits = scratch.queries + m * D * FLOAT, scratch.logits + m * width
-        e.call(products.dots[count], queries, scratch.keys, logits, D, call.scale, vectors)
+    products.add_logits(e, scratch.queries, scratch.keys, scratch.logits, M, D, call.scale, vectors)
     if call.by_token:
         _scale(item, scratch, scratch.scales)
     with e.when(call.soft_cap > 0):
@@ -249,25 +255,33 @@ def _fold(item: _Item, scratch: _Scratch, products: Products, weigh: Mapping[int
         e.call(weigh[count], scratch.logits + m * width, *state, scratch.sums + m * V * FLOAT, V)
     if call.by_token:
         _scale(item, scratch, scratch.scales + width)
-    in_pages = e.integer(0) if call.operands.in_pairs else e.select(M <= FEW, e.integer(1), e.integer(0))
-    with e.loop(first, high, e.lanes) as t:
+    _add_values(item, scratch, products, block, low, high)
+
+
+def _add_values(item: _Item, scratch: _Scratch, products: Products, block: Value, low: Value, high: Value) -> None:
+    """Adds the weighted values of the tokens from `low` to before `high` of a block to the sums."""
+    call, e, M = item.call, item.e, item.num_queries
+    V, width, step, per_unit = call.value_size, item.block * FLOAT, products.step, call.operands.per_unit
+    in_pages = e.integer(0)
+    if isinstance(products, VectorProducts) and products.values_in_pages:
+        in_pages = e.select(M <= FEW, e.integer(1), e.integer(0))
+    together = max(step, e.lanes)
+    with e.loop(low // together * together, (high + (step - 1)) // step * step, e.lanes) as t:
         start, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
-        values = item.kv_at(block + t) + (call.width - V) * call.kv_size
+        values = item.kv_at(e.min(block + t, item.last)) + (call.width - V) * call.kv_size
         ahead = item.kv_at(e.min(block + item.block + t, item.last))
         with e.when(in_pages.equals(0)):
-            place = scratch.values + t // call.operands.per_unit * V * FLOAT
+            place = scratch.values + t // per_unit * V * FLOAT
             e.call(products.pack, values, ahead, place, V, call.width, start, end)
-        if not call.operands.in_pairs:
+        if isinstance(products, VectorProducts):
             with e.when(in_pages > 0):
                 for count, m in e.groups(tuple(products.values_in_pages), M):
                     weights, sums = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT
                     e.call(products.values_in_pages[count], values, ahead, weights, sums, V, call.width, start, end)
     with e.when(in_pages.equals(0)):
-        per_unit = call.operands.per_unit
-        some = low // per_unit, (high + (per_unit - 1)) // per_unit
-        for count, m in e.groups(tuple(products.values), M):
-            weights, sums = scratch.logits + m * width, scratch.sums + m * V * FLOAT
-            e.call(products.values[count], scratch.values, weights, sums, V, *some)
+        whole = max(step, per_unit)
+        first, until = low // whole * whole // per_unit, (high + (whole - 1)) // whole * whole // per_unit
+        products.add_values(e, scratch.values, scratch.logits, scratch.sums, M, V, first, until)
 
 
 def _copy_scales(item: _Item, scratch: _Scratch, block: Value, t: Value) -> None:

@@ -5,15 +5,28 @@ same place of the values of two neighbouring tokens. Sums are of float32. The pr
 that their sums stay in registers, and there is a function for each such number.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from llvmlite import ir
 
+from pallas_kernels.chips import CpuChip
+from pallas_kernels.cpu.amx import ROWS as TILE_ROWS
+from pallas_kernels.cpu.amx import release_tiles
 from pallas_kernels.cpu.bytes import has_table_of_128
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.float8 import E4M3, halves_of_pairs, pairs_of_codes
+from pallas_kernels.cpu.tile_product import DEPTH as TILE_DEPTH
+from pallas_kernels.cpu.tile_product import (
+    TileOperand,
+    add_tile_product,
+    configure_few_rows,
+    few_rows_product,
+    tile_product,
+)
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, first_lanes, shuffle, transposed
 
@@ -27,11 +40,21 @@ _FAR_PAIRS = tuple([n + half for n in range(first, first + 16) for half in (0, 1
 
 @dataclass(frozen=True)
 class Operands:
-    """The types of queries and pages, and whether the operands of products are pairs of bfloat16."""
+    """The types of queries and pages, and what multiplies them.
+
+    in_pairs: whether the operands of products are pairs of bfloat16
+    in_tiles: whether these are multiplied in the tile registers of AMX
+    """
 
     dtype: str
     kv_dtype: str
     in_pairs: bool
+    in_tiles: bool
+
+    @classmethod
+    def of(cls, chip: CpuChip, dtype: str, kv_dtype: str) -> Self:
+        in_tiles = dtype == kv_dtype == "bfloat16" and chip.has_bf16_tiles
+        return cls(dtype, kv_dtype, in_tiles or (dtype == kv_dtype == "bfloat16" and chip.has_bf16_dot), in_tiles)
 
     @property
     def per_unit(self) -> int:
@@ -44,26 +67,138 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(ABC):
     """The functions of one handler. Pages have W elements of a token: its key first, its value last."""
 
     transpose: ir.Function
     pack: ir.Function
-    dots: dict[int, ir.Function]
-    values: dict[int, ir.Function]  # of packed values
-    values_in_pages: dict[int, ir.Function]  # none where operands are pairs
 
     @classmethod
     def emit(cls, e: Emitter, operands: Operands) -> "Products":
+        transpose = _transpose(e, operands)
+        if operands.in_tiles:
+            return TileProducts(transpose, _pack_pairs(e, of_all=True), tile_product(e), few_rows_product(e))
         # Groups of three heads are common. As two and one, each value was loaded and converted twice.
         sizes = [n for n in (6, 4, 3, 2, 1) if n <= e.chip.group_sizes[0]]
-        return cls(
-            _transpose(e, operands),
-            _pack_pairs(e) if operands.in_pairs else _pack(e, operands.kv_dtype),
+        return VectorProducts(
+            transpose,
+            _pack_pairs(e, of_all=False) if operands.in_pairs else _pack(e, operands.kv_dtype),
             {n: _dots(e, n, operands) for n in sizes},
             {n: _values(e, n, operands) for n in sizes},
             {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
         )
+
+    @abstractmethod
+    def begin(self, e: Emitter, M: Value) -> None:
+        """Emits what prepares products of M queries, until `end`."""
+
+    @abstractmethod
+    def end(self, e: Emitter, M: Value) -> None:
+        """Emits what ends them."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """The tokens of which values must be packed together, zeros for those that no query sees."""
+
+    @abstractmethod
+    def add_logits(
+        self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
+    ) -> None:
+        """Emits logits f32[M, block] = queries [M, D] times keys [D, block], of so many vectors of tokens.
+
+        Queries and keys are units, of which D are a multiple of 8, and the number at the address `scale` multiplies
+        all logits.
+        """
+
+    @abstractmethod
+    def add_values(
+        self, e: Emitter, values: Value, weights: Value, sums: Value, M: Value, V: Value, first: Value, end: Value
+    ) -> None:
+        """Emits the addition of packed values [block, V], times weights [M, block], to sums f32[M, V].
+
+        The units from `first` to before `end` count.
+        """
+
+
+@dataclass(frozen=True)
+class VectorProducts(Products):
+    """Products by vectors. Of values in pages there are none where operands are pairs."""
+
+    dots: dict[int, ir.Function]
+    values: dict[int, ir.Function]
+    values_in_pages: dict[int, ir.Function]
+
+    step = 1
+
+    def begin(self, e: Emitter, M: Value) -> None:
+        """Vectors need nothing."""
+
+    def end(self, e: Emitter, M: Value) -> None:
+        """Vectors need nothing."""
+
+    def add_logits(
+        self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
+    ) -> None:
+        for count, m in e.groups(tuple(self.dots), M):
+            of_queries, of_logits = queries + m * D * FLOAT, logits + m * (VECTORS * e.lanes * FLOAT)
+            e.call(self.dots[count], of_queries, keys, of_logits, D, scale, vectors)
+
+    def add_values(
+        self, e: Emitter, values: Value, weights: Value, sums: Value, M: Value, V: Value, first: Value, end: Value
+    ) -> None:
+        for count, m in e.groups(tuple(self.values), M):
+            of_weights, of_sums = weights + m * (VECTORS * e.lanes * FLOAT), sums + m * V * FLOAT
+            e.call(self.values[count], values, of_weights, of_sums, V, first, end)
+
+
+@dataclass(frozen=True)
+class TileProducts(Products):
+    """Products in the tile registers of AMX. Where one tile has all queries, it is configured once an item."""
+
+    product: ir.Function
+    of_few: ir.Function
+
+    step = TILE_DEPTH
+
+    def begin(self, e: Emitter, M: Value) -> None:
+        with e.when(M <= TILE_ROWS):
+            configure_few_rows(e, M)
+
+    def end(self, e: Emitter, M: Value) -> None:
+        with e.when(M <= TILE_ROWS):
+            release_tiles(e)
+
+    def add_logits(
+        self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
+    ) -> None:
+        row = e.integer(VECTORS * e.lanes * FLOAT)
+        operands = TileOperand(queries, D * FLOAT), TileOperand(keys, row), TileOperand(logits, row)
+        self._add(e, operands, M, vectors * e.lanes, D * 2, goes_on=e.integer(0))
+        factor = e.splat(e.load_float(scale))
+        with e.loop(0, M * (VECTORS * e.lanes), e.lanes) as at:
+            e.store(logits + at * FLOAT, e.load(logits + at * FLOAT) * factor)
+
+    def add_values(
+        self, e: Emitter, values: Value, weights: Value, sums: Value, M: Value, V: Value, first: Value, end: Value
+    ) -> None:
+        of_weights = TileOperand(weights + first * FLOAT, e.integer(VECTORS * e.lanes * FLOAT))
+        of_values, of_sums = TileOperand(values + first * V * FLOAT, V * FLOAT), TileOperand(sums, V * FLOAT)
+        self._add(e, (of_weights, of_values, of_sums), M, V, (end - first) * 2, goes_on=e.integer(1))
+
+    def _add(
+        self,
+        e: Emitter,
+        operands: tuple[TileOperand, TileOperand, TileOperand],
+        M: Value,
+        columns: Value,
+        inputs: Value,
+        goes_on: Value,
+    ) -> None:
+        with e.when(M <= TILE_ROWS):
+            add_tile_product(e, self.of_few, *operands, M, columns, inputs, goes_on, e.integer(0))
+        with e.when(M > TILE_ROWS):
+            add_tile_product(e, self.product, *operands, M, columns, inputs, goes_on, e.integer(0))
 
 
 @contextmanager
@@ -143,14 +278,18 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
     return t.finish()
 
 
-def _pack_pairs(e: Emitter) -> ir.Function:
-    """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros."""
+def _pack_pairs(e: Emitter, of_all: bool) -> ir.Function:
+    """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
+
+    of_all: whether those of all tokens of a vector become units, and not just of pairs with such a token
+    """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
     size = SIZE_OF["bfloat16"]
     lanes, nothing = t.integer(t.lanes), t.integer(0)
     neighbours = [lane + half for lane in range(t.lanes) for half in (0, t.lanes)]
-    with t.loop(first // 2 * 2, end, 2) as token:
+    begin, stop = (nothing, lanes) if of_all else (first // 2 * 2, end)
+    with t.loop(begin, stop, 2) as token:
         some = [first_lanes(t.select((n >= first) & (n < end), lanes, nothing), t.lanes) for n in (token, token + 1)]
         with t.loop(0, V, t.lanes) as d:
             with _each_line(t, d * size, t.lanes * size):
