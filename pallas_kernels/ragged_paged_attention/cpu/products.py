@@ -281,7 +281,7 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
 def _pack_pairs(e: Emitter, of_all: bool) -> ir.Function:
     """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
 
-    of_all: True makes units of all tokens of a vector, and not only of pairs with a token that counts
+    of_all: all tokens of a vector become units then, and not only pairs with a token that counts
     """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
