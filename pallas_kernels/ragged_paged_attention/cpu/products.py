@@ -281,7 +281,7 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
 def _pack_pairs(e: Emitter, of_all: bool) -> ir.Function:
     """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
 
-    of_all: all tokens of a vector become units then, and not only pairs with a token that counts
+    of_all: whether all tokens of a vector become units; otherwise pairs become units that have a token which counts
     """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
