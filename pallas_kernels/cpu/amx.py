@@ -101,7 +101,7 @@ def tile_registers(e: Emitter, shapes: Sequence[TileShape]) -> Iterator[TileRegi
 
 
 def configure_tiles(e: Emitter, shapes: Sequence[TileShape]) -> None:
-    """Configures the tile registers until `release_tiles`, for functions that are called as well.
+    """Emits the configuration of the tile registers until `release_tiles`, for functions that are called as well.
 
     Both take 0.1 us together (Sapphire Rapids), as long as products of few rows.
     """

@@ -30,13 +30,13 @@ MANY, FEW = 2 * TILE_ROWS, TILE_ROWS  # rows that are multiplied at a time, and 
 
 @dataclass(frozen=True)
 class TileOperand:
-    """Where a matrix lies: the address of its first row, and the bytes from one row to the next."""
+    """A matrix in memory: the address of its first row, and the bytes from one row to the next."""
 
     address: Value
     stride: Value
 
     def at(self, row: Value | int, offset: Value | int) -> Value:
-        """Returns the address of what lies `offset` bytes behind the beginning of a row."""
+        """Returns the address that is `offset` bytes after the beginning of a row."""
         return self.address + self.stride * row + offset
 
 
@@ -71,12 +71,12 @@ def few_rows_product(e: Emitter) -> ir.Function:
 
 
 def configure_many_rows(e: Emitter) -> None:
-    """Configures the tile registers for calls of `many_rows_product`."""
+    """Emits what configures the tile registers for calls of `many_rows_product`."""
     configure_tiles(e, _MANY.shapes)
 
 
 def configure_few_rows(e: Emitter, rows: Value) -> None:
-    """Configures the tile registers for calls of `few_rows_product` with so many rows."""
+    """Emits what configures the tile registers for calls of `few_rows_product` with so many rows."""
     configure_tiles(e, _TileUse(1, rows).shapes)
 
 
@@ -105,7 +105,7 @@ def add_tile_product(
     A panel's row has the same pair of inputs of all columns, which are a multiple of 16. Where `goes_on` is 0 the sums
     are those of this product alone, whatever their memory holds. `ahead` is 0 or the address of another panel, a half
     of which the second cache shall have by the next call of `many_rows_product`, for 64 columns: the first half of the
-    lines of each 32 inputs, or the second one from 2048 bytes behind its beginning on.
+    lines of each 32 inputs, or the second one from 2048 bytes after its beginning on.
 
     A sum takes in 32 inputs after 32 inputs, from the first one on. A tile register's row depends on no other row, so
     the sums of one row have the same bits in a tile of one row and in one of sixteen. The last inputs, if these are

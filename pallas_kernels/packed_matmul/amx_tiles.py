@@ -21,7 +21,7 @@ from pallas_kernels.cpu.tile_product import (
 )
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.packed_matmul.panels import WORD
-from pallas_kernels.packed_matmul.tiles import Step, Tiles, TileWork
+from pallas_kernels.packed_matmul.tiles import RowStep, Tiles, TileWork
 
 # Bytes of panels that each step of rows goes through while its inputs stay in the first cache. By one panel at a time,
 # 512 rows of 4096x384 took 1.26 times as long, and more than the second cache of 2 MiB 1.2 times (Sapphire Rapids).
@@ -43,7 +43,7 @@ class AmxTiles(Tiles):
     def emit(self, t: Emitter) -> Callable[[TileWork], None]:
         return self._calls(t, tile_product(t))
 
-    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[Step]:
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[RowStep]:
         many, few = self._calls(t, many_rows_product(t)), self._calls(t, few_rows_product(t))
         whole = begin + (end - begin) // MANY * MANY
         with t.when(begin < whole):
@@ -54,12 +54,12 @@ class AmxTiles(Tiles):
                 def of_next(panel: Value, ahead: Value = ahead) -> Value:
                     return t.select(ahead < FETCHING_ROWS, panel + ahead * (FETCHED_BYTES // MANY), t.integer(0))
 
-                yield Step(first, t.integer(MANY), many, of_next)
+                yield RowStep(first, t.integer(MANY), many, of_next)
             release_tiles(t)
         with t.loop(whole, end, FEW) as first:
             count = t.min(end - first, t.integer(FEW))
             configure_few_rows(t, count)
-            yield Step(first, count, few, lambda panel: t.integer(0))
+            yield RowStep(first, count, few, lambda panel: t.integer(0))
             release_tiles(t)
 
     def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:

@@ -15,7 +15,7 @@ from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import bfloat16s, first_lanes, gelu_tanh, silu
 from pallas_kernels.packed_matmul.amx_tiles import AmxTiles
 from pallas_kernels.packed_matmul.panels import WORD, Panels
-from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, Step, Tiles, TileWork, VectorTiles
+from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, RowStep, Tiles, TileWork, VectorTiles
 
 NO_GATE = "none"
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
@@ -123,8 +123,8 @@ def _multiply(e: Emitter, frame: Frame, product: _Product) -> None:
     parallel_runs(e, frame, others * parts, captured, item)
 
 
-def _add_up(t: Emitter, tiles: Tiles, step: Step, item: _PanelRows, next_panels: Value) -> None:
-    """Emits the sums of some rows. The panels of the next item lie `next_panels` bytes behind those of this one."""
+def _add_up(t: Emitter, tiles: Tiles, step: RowStep, item: _PanelRows, next_panels: Value) -> None:
+    """Emits the sums of some rows. The panels of the next item lie `next_panels` bytes after those of this one."""
     columns, size = tiles.panels.columns, SIZE_OF[tiles.dtype]
     part = tiles.part // (columns * size * len(item.panels))
     with t.loop(0, item.K, part) as k:

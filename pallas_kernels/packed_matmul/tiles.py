@@ -23,7 +23,7 @@ ROWS = 96  # of an item of work
 
 @dataclass(frozen=True)
 class TileWork:
-    """What is added up: the products of some inputs of some rows with a panel.
+    """Work of a tile: to add up the products of some inputs of some rows with a panel.
 
     x: the address of the first row at the first input
     stride: the bytes between rows
@@ -65,7 +65,7 @@ class Tiles(ABC):
         """Emits the functions of the tiles, and returns what emits their calls for some work."""
 
     @abstractmethod
-    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator["Step"]:
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator["RowStep"]:
         """Emits the body of Python's `for` in loops over the rows from `begin` to before `end`.
 
         first_row: of all rows that are multiplied by the same matrix
@@ -81,7 +81,7 @@ class Tiles(ABC):
 
 
 @dataclass(frozen=True)
-class Step:
+class RowStep:
     """Rows of an item.
 
     first: the first one
@@ -117,10 +117,10 @@ class VectorTiles(Tiles):
 
         return add
 
-    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[Step]:
+    def steps(self, t: Emitter, begin: Value, end: Value, first_row: Value) -> Iterator[RowStep]:
         add = self.emit(t)
         with t.loop(begin, end, ROWS) as first:
-            yield Step(first, t.min(end - first, t.integer(ROWS)), add, lambda panel: t.integer(0))
+            yield RowStep(first, t.min(end - first, t.integer(ROWS)), add, lambda panel: t.integer(0))
 
     def panels_together(self, t: Emitter, size: Value, rows: Value, items: Value, threads: Value) -> Value:
         return t.integer(1)

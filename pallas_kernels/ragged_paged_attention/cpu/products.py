@@ -123,7 +123,7 @@ class Products(ABC):
 
 @dataclass(frozen=True)
 class VectorProducts(Products):
-    """Products by vectors. Of values in pages there are none where operands are pairs."""
+    """Products by vectors. Values are read in their pages only where operands are no pairs."""
 
     dots: dict[int, ir.Function]
     values: dict[int, ir.Function]
@@ -132,10 +132,10 @@ class VectorProducts(Products):
     step = 1
 
     def begin(self, e: Emitter, M: Value) -> None:
-        """Vectors need nothing."""
+        """Emits nothing: vectors need no preparation."""
 
     def end(self, e: Emitter, M: Value) -> None:
-        """Vectors need nothing."""
+        """Emits nothing: vectors need no preparation."""
 
     def add_logits(
         self, e: Emitter, queries: Value, keys: Value, logits: Value, M: Value, D: Value, scale: Value, vectors: Value
@@ -281,7 +281,7 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
 def _pack_pairs(e: Emitter, of_all: bool) -> ir.Function:
     """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
 
-    of_all: whether those of all tokens of a vector become units, and not just of pairs with such a token
+    of_all: whether all tokens of a vector become units; otherwise pairs become units that have a token which counts
     """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
