@@ -77,12 +77,12 @@ class Products(ABC):
     def emit(cls, e: Emitter, operands: Operands) -> "Products":
         transpose = _transpose(e, operands)
         if operands.in_tiles:
-            return TileProducts(transpose, _pack_pairs(e, of_all=True), tile_product(e), few_rows_product(e))
+            return TileProducts(transpose, _pack_pairs(e, whole_vectors=True), tile_product(e), few_rows_product(e))
         # Groups of three heads are common. As two and one, each value was loaded and converted twice.
         sizes = [n for n in (6, 4, 3, 2, 1) if n <= e.chip.group_sizes[0]]
         return VectorProducts(
             transpose,
-            _pack_pairs(e, of_all=False) if operands.in_pairs else _pack(e, operands.kv_dtype),
+            _pack_pairs(e, whole_vectors=False) if operands.in_pairs else _pack(e, operands.kv_dtype),
             {n: _dots(e, n, operands) for n in sizes},
             {n: _values(e, n, operands) for n in sizes},
             {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
@@ -278,17 +278,17 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
     return t.finish()
 
 
-def _pack_pairs(e: Emitter, of_all: bool) -> ir.Function:
+def _pack_pairs(e: Emitter, whole_vectors: bool) -> ir.Function:
     """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
 
-    of_all: whether all tokens of a vector become units; otherwise pairs become units that have a token which counts
+    whole_vectors: whether all tokens of a vector become units; otherwise pairs become units that have a token which counts
     """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
     size = SIZE_OF["bfloat16"]
     lanes, nothing = t.integer(t.lanes), t.integer(0)
     neighbours = [lane + half for lane in range(t.lanes) for half in (0, t.lanes)]
-    begin, stop = (nothing, lanes) if of_all else (first // 2 * 2, end)
+    begin, stop = (nothing, lanes) if whole_vectors else (first // 2 * 2, end)
     with t.loop(begin, stop, 2) as token:
         some = [first_lanes(t.select((n >= first) & (n < end), lanes, nothing), t.lanes) for n in (token, token + 1)]
         with t.loop(0, V, t.lanes) as d:
