@@ -281,7 +281,7 @@ def _pack(e: Emitter, dtype: str) -> ir.Function:
 def _pack_pairs(e: Emitter, whole_vectors: bool) -> ir.Function:
     """Emits the same for pairs of tokens, [../2, V] units. Values outside `first` and `end` become zeros.
 
-    whole_vectors: whether all tokens of a vector become units; otherwise pairs become units that have a token which counts
+    whole_vectors: whether all tokens of a vector become units, or only pairs with a token that counts
     """
     t = e.function("pack_pairs", 7)
     values, ahead, out, V, W, first, end = t.arguments
