@@ -79,8 +79,8 @@ VALUES: Mapping[str, Mapping[str, str | Unneeded | Refused | None]] = {
         "int8_w8a8": "int8_w8a8",
         "fp8_w8a8|fp8_per_channel": "fp8_w8a8",
         # vLLM takes these for checkpoints that are stored so, and for no others.
-        "(auto_)?(awq|gptq)|(awq|gptq)_marlin|moe_wna16|compressed-tensors|modelopt(_fp4|_mixed)?|gguf": Unneeded(
-            "quantized checkpoints are recognized by their config.json"
+        "(auto_)?(awq|gptq)|(awq|gptq)_marlin|moe_wna16|compressed-tensors|fbgemm_fp8|modelopt(_fp4|_mixed)?|gguf": (
+            Unneeded("quantized checkpoints are recognized by their config.json")
         ),
         ".*": Refused(
             "or leave it out if the checkpoint is quantized so, which its config.json tells; int8, fp8 and int4 are "
