@@ -20,7 +20,7 @@ from jaxvllm.core.value_checks import MAX_INT32, json_object
 from jaxvllm.ranges import Count, Range, Seed, Share, Tokens, check_ranges
 from jaxvllm.text.generation_config import checked_override
 from jaxvllm.text.reasoning import FORMATS
-from jaxvllm.vllm_options import Refused
+from jaxvllm.vllm_options import Refused, Unneeded
 from jaxvllm.vllm_translation import translate, translated_value
 from pallas_kernels.backend import BackendName
 from sharding.mesh import MeshShape
@@ -139,7 +139,7 @@ class EngineConfig:
         """
         names = [field.name for field in fields(cls)]
         ours = {name: translated_value(name, value) for name, value in options.items() if name in names}
-        ours = {name: value for name, value in ours.items() if not isinstance(value, Refused)}
+        ours = {name: value for name, value in ours.items() if not isinstance(value, Unneeded | Refused)}
         foreign = {name: value for name, value in options.items() if name not in ours}
         translation = translate(foreign, ours, names, _Keywords())
         problems = [*translation.problems, *(f"unknown option {_nearest(name, names)}" for name in translation.unknown)]

@@ -58,7 +58,7 @@ type Option = Unneeded | Translated | Refused
 
 # Values of options that exist here under the same name: patterns of vLLM's values, and what these are here. None: the
 # same as leaving the option out.
-VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
+VALUES: Mapping[str, Mapping[str, str | Unneeded | Refused | None]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_inc": "fp8"},
     "load_format": {"hf|safetensors|gguf|fastsafetensors|instanttensor|runai_streamer": "auto"},
@@ -78,8 +78,13 @@ VALUES: Mapping[str, Mapping[str, str | Refused | None]] = {
         "int4_g32": "int4_g32",
         "int8_w8a8": "int8_w8a8",
         "fp8_w8a8|fp8_per_channel": "fp8_w8a8",
+        # vLLM takes these for checkpoints that are stored so, and for no others.
+        "(auto_)?(awq|gptq)|(awq|gptq)_marlin|moe_wna16|compressed-tensors|fbgemm_fp8|modelopt(_fp4|_mixed)?|gguf": (
+            Unneeded("quantized checkpoints are recognized by their config.json")
+        ),
         ".*": Refused(
-            "quantized checkpoints are recognized by their config.json; int8, fp8 and int4 are made of any checkpoint",
+            "or leave it out if the checkpoint is quantized so, which its config.json tells; int8, fp8 and int4 are "
+            "made of any checkpoint",
             field="quantization",
             value="int8",
         ),

@@ -102,7 +102,8 @@ def translate(
 def translated_value(field: str, value: Any) -> Any:
     """Returns what a value of vLLM's is here, for an option that exists here under the same name.
 
-    It is None where the value means the same as leaving the option out, and a `Refused` says why it cannot be.
+    It is None where the value means the same as leaving the option out, as an `Unneeded` does and says why, and a
+    `Refused` says why it cannot be.
     """
     found = (ours for pattern, ours in VALUES.get(field, {}).items() if re.fullmatch(pattern, str(value)))
     return next(found, value)
@@ -128,8 +129,8 @@ def _members(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _find(name: str, value: Any) -> tuple[Option | None, bool]:
     """Returns what becomes of an option, or None if nobody knows it, and whether it is on, if it is a switch."""
     found = find_option(f"no_{name}") if value is False else None
-    if found is None and isinstance(refused := translated_value(name, value), Refused):
-        return refused, True
+    if found is None and isinstance(ours := translated_value(name, value), Unneeded | Refused):
+        return ours, True
     return found or find_option(name) or (None, True)
 
 

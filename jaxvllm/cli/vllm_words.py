@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxvllm.cli.flags import flag_of
-from jaxvllm.vllm_options import OBJECTS, SHORT_NAMES, VALUES, Refused, find_option
+from jaxvllm.vllm_options import OBJECTS, SHORT_NAMES, VALUES, Refused, Unneeded, find_option
 from jaxvllm.vllm_translation import translate, translated_value
 
 CONFIG_FLAG = "--config"
@@ -119,7 +119,7 @@ def _take(head: list[str], flags: Collection[str], foreign: _Flags, kept: list[s
             value, *rest = rest
         if (ours := translated_value(name, value)) is None:
             return rest
-        if isinstance(ours, Refused):
+        if isinstance(ours, Unneeded | Refused):
             foreign.add(name, flag, value)
             return rest
         if ours != value and ours == "auto":

@@ -180,6 +180,8 @@ class StoredWeights:
         unexpected = sorted(
             name for name in tensors.names - set(used) if not name.endswith(known) and not name.startswith(foreign)
         )
+        if isinstance(tensors, EncodedFiles):
+            unexpected = [name for name in unexpected if not tensors.is_bias_of_zeros(name)]
         if unexpected:
             name = unexpected[0]
             raise ValueError(

@@ -5,8 +5,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import SEEK_END, BytesIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import jax
 import ml_dtypes
@@ -29,6 +30,8 @@ _NAMES: Mapping[np.dtype, str] = {
     np.dtype(np.uint32): "U32",
     np.dtype(np.int64): "I64",
 }
+_LONGEST_HEADER = 100_000_000  # bytes that the library takes
+_MOST_AXES = 64  # that an array of NumPy has
 INTEGERS: Mapping[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
 
 
@@ -54,8 +57,11 @@ class WeightFile:
         try:
             with safe_open(path, framework="numpy"):
                 pass  # opening it checks the header, and the length of the file against it
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
             raise _incomplete(path, error) from error
+        except SafetensorError as error:
+            with path.open("rb") as file:
+                raise _incomplete(path, error, _damaged_tensor(file)) from error
         return cls._of(np.memmap(path, np.uint8, mode="r"))
 
     @classmethod
@@ -68,7 +74,7 @@ class WeightFile:
         try:
             deserialize(content)  # it makes the checks of `open`, of these very bytes
         except SafetensorError as error:
-            raise _incomplete(path, error) from error
+            raise _incomplete(path, error, _damaged_tensor(BytesIO(content))) from error
         return cls._of(np.frombuffer(content, np.uint8))
 
     @classmethod
@@ -84,8 +90,35 @@ class WeightFile:
         return cls(tensors, mapped)
 
 
-def _incomplete(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a complete safetensors file ({error}): download it again")
+def _incomplete(path: Path, error: Exception, tensor: str | None = None) -> ValueError:
+    damaged = "" if tensor is None else f", tensor {tensor}"
+    return ValueError(f"{path} is not a complete safetensors file ({error}){damaged}: download it again")
+
+
+def _damaged_tensor(file: BinaryIO) -> str | None:
+    """Returns the first tensor beyond the end of a file, or with other bytes than its shape, and what is wrong.
+
+    None: there is no such tensor, or no header. Only the header is read.
+    """
+    size = file.seek(0, SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size, _LONGEST_HEADER):
+        return None
+    try:
+        for name, entry in json.loads(file.read(length)).items():
+            if name == "__metadata__":
+                continue
+            start, end = (int(offset) for offset in entry["data_offsets"])
+            if 8 + length + end > size:
+                return f"{name} ends at byte {8 + length + end:,} of {size:,}"
+            shape = tuple(int(size) for size in entry["shape"][:_MOST_AXES])
+            itemsize = next((dtype.itemsize for dtype, one in _NAMES.items() if one == entry["dtype"]), None)
+            if itemsize is not None and math.prod(shape) * itemsize != end - start:
+                return f"{name} has {end - start:,} bytes, which are no {entry['dtype']} {shape}"
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        pass  # a header that is none
+    return None
 
 
 @dataclass(frozen=True)

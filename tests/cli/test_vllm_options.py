@@ -62,7 +62,7 @@ def test_one_line_names_all_options_that_change_nothing(capsys):
         "--trust-remote-code --no-enforce-eager --swap-space 4 --attention-backend FLASH_ATTN -O3 -cc.mode=0 "
         "--cudagraph-capture-sizes 1 2 --load-format=safetensors --tokenizer-mode auto --no-enable-moe-shared-loras "
         "--enable-chunked-prefill --disable-log-requests --uvicorn-log-level=info --distributed-executor-backend ray "
-        "--disable-flashinfer-autotune --cpu-offload-gb=0"
+        "--disable-flashinfer-autotune --cpu-offload-gb=0 --quantization awq"
     )
     [engine, server, _] = serve.read_options(["org/model", *words])
     assert (engine, server) == (EngineConfig(model="org/model"), ServerConfig())
@@ -157,6 +157,7 @@ def test_the_table_of_vllms_options_is_of_options_that_exist_here_and_names_that
         ({"quantization": "int8_per_channel_weight_only"}, {"quantization": "int8"}),
         ({"quantization": "fp8_per_tensor"}, {"quantization": "fp8"}),
         ({"quantization": "int4_g32"}, {"quantization": "int4_g32"}),
+        ({"quantization": "gptq_marlin"}, {}),
         ({"compilation_config": {"level": 3}, "limit_mm_per_prompt": {"image": 0}}, {}),
         ({"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": False}}, {}),
     ],
@@ -170,7 +171,7 @@ def test_python_takes_the_same_options(options, ours):
     [
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill: use scheduler='v0' (steps then hold"),
         ({"lora_dtype": "int8", "xyz": 1}, "lora_dtype: leave it out (adapters have the dtype of the model); unknown"),
-        ({"quantization": "awq"}, "quantization: use quantization='int8' (quantized checkpoints"),
+        ({"quantization": "bitsandbytes"}, "quantization: use quantization='int8' (or leave it out if the checkpoint"),
         ({"max_num_sequences": 1}, "unknown option 'max_num_sequences': did you mean 'max_num_seqs'?"),
         # Only a server logs its load.
         ({"disable_log_stats": True}, "unknown option 'disable_log_stats'"),

@@ -166,4 +166,4 @@ def test_groups_need_a_kernel_beside_cpus() -> None:
 
 def test_an_unknown_quantization_is_refused(tiny_checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="quantization='int8'"):
-        tiny_llm(tiny_checkpoint, quantization="awq")
+        tiny_llm(tiny_checkpoint, quantization="mxfp8")

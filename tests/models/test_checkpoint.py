@@ -122,14 +122,28 @@ def test_tensors_that_do_not_fit(model: Path, edit: Any, message: str) -> None:
         load(model)
 
 
-def test_a_truncated_file(model: Path) -> None:
+def test_a_file_that_is_damaged(model: Path) -> None:
     data = (model / SINGLE).read_bytes()
-    (model / SINGLE).write_bytes(data[:-100])
-    with pytest.raises(ValueError, match=f"{SINGLE} is not a complete safetensors file"):
-        load(model)
-    (model / SINGLE).write_bytes(b"")
-    with pytest.raises(ValueError, match=f"{SINGLE} is not a complete safetensors file"):
-        load(model)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    last = max(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"][1])
+
+    def refused(content: bytes, message: str) -> None:
+        (model / SINGLE).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{SINGLE} is not a complete safetensors file \(.*\){message}: download"):
+            load(model)
+
+    def with_header(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    refused(data[:-100], rf", tensor {last} ends at byte {len(data):,} of {len(data) - 100:,}")
+    header[Q]["shape"] = [2**60, 84]
+    wrong = rf", tensor {Q} has 28,224 bytes, which are no F32 \({2**60}, 84\)"
+    refused(with_header(json.dumps(header).encode()), wrong)
+    for text in (b"[" * 10_000, b"[1]", b'{"a": {"data_offsets": [1]}}', b'{"a": 1}'):
+        refused(with_header(text), "")
+    refused(b"", "")
+    refused((2**60).to_bytes(8, "little") + data[8:], "")
 
 
 def test_indexes_that_do_not_fit(model: Path) -> None:

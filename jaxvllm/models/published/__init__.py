@@ -21,6 +21,7 @@ from jaxvllm.models.published.mxfp4 import Mxfp4
 # By the quant_method that config.json states.
 METHODS: Mapping[str, Callable[[HfConfig], Encoding]] = {
     "fp8": Fp8.read,
+    "fbgemm_fp8": Fp8.read,  # a scale for each row (Llama 3.1 405B)
     "modelopt": ModelOpt.read,
     "modelopt_fp4": ModelOpt.read,
     "mxfp4": Mxfp4.read,

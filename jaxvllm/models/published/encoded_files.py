@@ -12,7 +12,7 @@ import numpy as np
 from jaxvllm.models.kv_scales import KV_SCALE_ENDS
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, ScaledCodes
-from jaxvllm.models.safetensors_files import WeightFiles
+from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
 from jaxvllm.models.tiling import Box, Fill
 from jaxvllm.models.weight_names import Source
 
@@ -53,6 +53,13 @@ class EncodedFiles:
         header = self.files.header(name)
         assert header is not None, name
         return header.shape
+
+    def is_bias_of_zeros(self, name: str) -> bool:
+        """Returns whether a tensor is a bias that adds nothing, such as AutoGPTQ wrote where a matrix has none."""
+        header = self.files.header(name)
+        if header is None or header.dtype not in DTYPES or not name.endswith(".bias"):
+            return False
+        return not self.files.tensor(name, header.shape).any()
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if the tensor or a part of it is missing, or another one. Nothing of it is read."""

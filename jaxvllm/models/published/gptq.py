@@ -68,7 +68,10 @@ class Gptq(Encoding):
         if f"{base}.g_idx" in files:
             group_of = files.integers(f"{base}.g_idx", (columns,))
             if group_of.min() < 0 or group_of.max() >= groups:
-                raise ValueError(f"{files.where(f'{base}.g_idx')}: {base}.g_idx must be numbers of {groups} groups")
+                raise ValueError(
+                    f"{files.where(f'{base}.g_idx')}: tensor {base}.g_idx has groups {group_of.min()} to "
+                    f"{group_of.max()}: {columns} inputs in groups of {step} have the groups 0 to {groups - 1}"
+                )
             # A checkpoint may state the usual order.
             by_input = by_input if np.array_equal(group_of, np.arange(columns) // step) else (1, group_of)
         scales = files.tensor(f"{base}.scales", (groups, rows), DTYPES)

@@ -68,6 +68,7 @@ def test_every_element_is_multiplied_by_its_scale(
     check_values(encoded(tmp_path, {"quant_method": "fp8", "weight_block_size": stated}), NAME, expected)
     if stated is None:
         check_values(encoded(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}), NAME, expected)
+        check_values(encoded(tmp_path, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}), NAME, expected)
 
 
 def test_large_matrices_are_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

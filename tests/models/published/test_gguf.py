@@ -261,6 +261,21 @@ def test_blocks_of_eight_and_four_bits_mean_what_ggml_says(tmp_path: Path) -> No
     np.testing.assert_array_equal(found, values.reshape(3, 64))
 
 
+def test_blocks_of_signs_mean_what_ggml_says(tmp_path: Path) -> None:
+    stream = np.random.default_rng(0)
+    scales = stream.uniform(0.1, 1, (5, 2, 1)).astype(np.float16)
+    signs = stream.integers(0, 256, (5, 2, 16)).astype(np.uint8)
+    path = tmp_path / "bytes"
+    path.write_bytes(np.concatenate([scales.view(np.uint8), signs], axis=-1).tobytes())
+    tensor = GgufTensor(path, int(Kind.Q1_0), (5, 256), 0)
+    part = values_of(tensor, "x", BlockType.of(int(Kind.Q1_0), "x"), np.fromfile(path, np.uint8))
+    bits = [[signs[row, i // 128, i % 128 // 8] >> i % 8 & 1 for i in range(256)] for row in range(5)]
+    expected = np.repeat(scales.astype(np.float32), 128, axis=-1).reshape(5, 256) * (2 * np.array(bits) - 1.0)
+    for start, shape in (((0, 0), (5, 256)), ((2, 3), (2, 200))):
+        box = Box(start, shape)
+        np.testing.assert_array_equal(part(box), expected[box.index((0, 0))])
+
+
 def test_only_files_of_rare_types_need_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixture, path = Fixture.load("llama"), tmp_path / "model.gguf"
     config = sized(fixture)

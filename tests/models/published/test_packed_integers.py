@@ -139,7 +139,7 @@ def test_the_config_of_a_decoder_within_another_model_may_state_the_encoding() -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, "'hqq' is not supported: supported are fp8, modelopt,"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported: supported are fp8, fbgemm_fp8, modelopt,"),
         ({"quant_method": "torchao"}, "'torchao' is not supported: its checkpoints are pickles, which can run code"),
         ({"bits": 4}, "quant_method None is not supported"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo must be one of FP8, NVFP4, .*'W4A8_AWQ'"),

@@ -350,6 +350,27 @@ def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:
     assert not kept(load(of_projections(tmp_path, qwen(), CASES["gptq"][0], parts)))
 
 
+def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
+    settings, parts, _ = CASES["gptq"]
+
+    def with_bias(shape: tuple[int, int], seed: int, value: float) -> dict[str, np.ndarray]:
+        return parts(shape, seed) | {"bias": np.full(shape[0], value, np.float16)}
+
+    biased = of_projections(tmp_path / "biased", qwen(), settings, partial(with_bias, value=0))
+    plain = of_projections(tmp_path / "plain", qwen(), settings, parts)
+    chex.assert_trees_all_equal(load(biased), load(plain))
+    of_projections(tmp_path / "biased", qwen(), settings, partial(with_bias, value=0.5))
+    with pytest.raises(ValueError, match="unexpected tensor model.layers.0.mlp.down_proj.bias and 27 more"):
+        load(biased)
+
+
+def test_groups_that_are_not_there_are_told(tmp_path: Path) -> None:
+    settings, parts, _ = CASES["gptq"]
+    path = of_projections(tmp_path, qwen(), settings | {"group_size": 32}, parts)
+    with pytest.raises(ValueError, match=r"_proj.g_idx has groups 0 to \d: \d+ inputs in groups of 32 have the groups"):
+        load(path)
+
+
 def test_rows_of_odd_length_are_decoded(tmp_path: Path) -> None:
     settings, parts, _ = CASES["int4"]
     path = of_projections(tmp_path, resized(qwen(), {96: 97}, intermediate_size=97), settings, parts)
