@@ -57,13 +57,13 @@ def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS, num_
 def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
     """The parameters with these adapters in these slots."""
     slots = arrays.empty(mesh_of(jax.devices()[0]))
-    axes = SlotAxes.of(arrays.spec)
+    fill = jax.jit(partial(fill_adapter, axes=SlotAxes.of(arrays.spec)))
     for number, adapter in adapters.items():
         one = arrays.of_adapter(adapter.modules)
         if adapter.has_magnitudes:
             ratios = jax.jit(partial(with_ratios, spec=of_one_slot(arrays.spec), axis=ALONE))
             one |= {LAYERS: ratios(one[LAYERS], params["layers"])}
-        slots = fill_adapter(slots, one, jnp.array([number]), axes=axes)
+        slots = fill(slots, one, jnp.array([number]))
     return params | {LORA: slots}
 
 
