@@ -12,6 +12,7 @@ import numpy as np
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.engine.new_weights import checked_tree
+from jaxvllm.models.block import Block
 from jaxvllm.models.lora import LAYERS, RATIO, UP
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.peft import LowRank, PeftAdapter
@@ -55,9 +56,12 @@ class AdapterReader:
 
     def _empty(self) -> Any:
         """Returns the arrays of an adapter that adds nothing, with the numbers of all parts."""
+        # A module may have several names, and rows that two of them would fill are summed.
+        modules = {(one.layer, one.matrix, one.part): (name, one) for name, one in self.arrays.modules.items()}
         zeros = {
-            name: LowRank(np.zeros((1, in_size), np.float32), np.zeros((out_size, 1), np.float32))
-            for name, (in_size, out_size) in self.arrays.sizes.items()
+            name: LowRank(np.zeros((1, module.in_size), np.float32), np.zeros((module.out_size, 1), np.float32))
+            for name, module in modules.values()
+            if module.layer is not None and _has_parts(self.arrays.spec.layers[module.layer], module.matrix)
         }
         return self.arrays.of_adapter(zeros)
 
@@ -80,12 +84,16 @@ class AdapterReader:
             )
 
 
+def _has_parts(layer: Block, matrix: str) -> bool:
+    return layer.lora is not None and matrix in dict(layer.lora.parts)
+
+
 def _in_layers(arrays: Any) -> list[tuple[str, np.ndarray]]:
-    """Returns the arrays of an adapter's layers with their names."""
+    """Returns the arrays of an adapter's layers with their names, in one order for all adapters."""
     layers = arrays[LAYERS]
     return [
         (key, array)
         for layer in ([layers] if isinstance(layers, dict) else layers)
-        for key, node in layer.items()
+        for key, node in sorted(layer.items())
         for array in jax.tree.leaves(node)
     ]

