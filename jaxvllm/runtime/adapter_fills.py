@@ -159,6 +159,7 @@ def placed(array: NDArray[Any], like: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _of_one(num_slots: int, axis: int, slots: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape of an adapter's array, of that of all slots, which are along `axis`. Every replica has it."""
+    assert isinstance(slots.sharding, NamedSharding), "an array of a model has a place"
     shape, mesh_axes = list(slots.shape), [*slots.sharding.spec]
     shape[axis] //= num_slots
     mesh_axes[axis] = None

@@ -387,9 +387,15 @@ def test_replicas_that_share_experts_have_slots_of_their_own(mesh: str, tmp_path
     requests = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / f"{one.seed}"))) for one in some]
     who = [requests[0], None, requests[1], requests[0], requests[1], None, requests[1]]
     prompts = [list(prompt) for prompt in (fixture.prompts * 2)[: len(who)]]
-    options = OPTIONS | dict(max_loras=1, enable_expert_parallel=True, mesh=mesh, dtype="float32")
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "max_loras": 1,
+        "enable_expert_parallel": True,
+        "mesh": mesh,
+        "dtype": "float32",
+    }
     with tiny_llm(fixture.write_checkpoint(tmp_path / "model"), **options, speculation=False) as llm:
-        expected = {None: greedy_tokens(llm, prompts)}
+        expected: dict[LoRARequest | None, list[list[int]]] = {None: greedy_tokens(llm, prompts)}
         for request, one in zip(requests, some, strict=True):
             llm.update_weights(one.merged())
             expected[request] = greedy_tokens(llm, prompts)
