@@ -73,8 +73,8 @@ class AdapterReader:
         is_stacked = isinstance(arrays[LAYERS], dict)
         for (key, array), (_, own) in zip(_in_layers(arrays), _in_layers(like), strict=True):
             if key.startswith(UP):
-                row = (*(slice(None),) * (1 + room.slot_axis(key, is_stacked)), -1)
-                array[row] = own[row]
+                ranks = 1 + room.slot_axis(key, is_stacked)  # the axis after that of slots
+                np.moveaxis(array, ranks, 0)[-1] = np.moveaxis(own, ranks, 0)[-1]
 
     def _check_magnitudes(self, name: str, has_magnitudes: bool) -> None:
         if has_magnitudes and not self.tells_columns:
