@@ -220,15 +220,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a tuple of positive integers, not {value!r}")
 
     def _check_lora(self) -> None:
-        """Raises ValueError or NotImplementedError for what does not go together with adapters."""
+        """Raises ValueError for what does not go together with adapters."""
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}: what is on the "
                 "devices is in host memory, too"
-            )
-        if self.shares_experts:
-            raise NotImplementedError(
-                "enable_lora does not go together with replicas that share experts yet: leave one of them out"
             )
 
     def _check_guesses_of_tokens(self, why: str, way_out: str) -> None:

@@ -17,6 +17,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "ffn": MODEL,
     "experts": (DATA, MODEL),  # over all replicas of the mesh: where each has experts of its own, it has its own mesh
     "pages": DATA,
+    "replicas": DATA,
     "layers": STAGE,
 }
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.kv_cache import KVCache
 from jaxvllm.core.kv_events import KVEventLog
-from jaxvllm.core.lora import LoraAdapter, LoraSlots
+from jaxvllm.core.lora import LoraSlots
 from jaxvllm.core.policy import POLICIES
 from jaxvllm.core.pooler import Pooler
 from jaxvllm.core.scheduler import Scheduler
@@ -22,6 +22,7 @@ from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
+from jaxvllm.engine.adapter_reader import AdapterReader
 from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves, PageMoves
@@ -40,7 +41,6 @@ from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.lora import LORA
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.params import Params
-from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -86,7 +86,7 @@ class EngineParts:
     lockstep: Lockstep | None  # of replicas that share experts; None: each computes its steps alone
     connector: VersionedConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
-    read_adapter: Callable[[Path, str], LoraAdapter] | None  # of a directory, with its name; None: there is no room
+    adapter_reader: AdapterReader | None  # None: there is no room for adapters
     # Returns weights for every replica, of arrays by their names in a checkpoint, or of the directory of one. With
     # weights for every replica, the arrays are a part, and the others are these. Raises ValueError for arrays that the
     # model has not.
@@ -277,18 +277,7 @@ def build(
         lora_slots = LoraSlots(served.num_lora_slots)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store, lora_slots)
 
-    def read_adapter(directory: Path, name: str) -> LoraAdapter:
-        assert lora is not None, "there is no room for adapters"
-        found = PeftAdapter.read(directory, lora.sizes, lora.rank, resolved.dtype, lora.outside)
-        if found.has_magnitudes and (config.mesh_shape.stages > 1 or hosts.count > 1):
-            raise NotImplementedError(f"{name} is an adapter of DoRA, which works on one host and without stages only")
-        if found.has_magnitudes and not all(form.tells_columns for form in held.own.values()):
-            raise NotImplementedError(
-                f"{name} is an adapter of DoRA, which needs the norms of the model's rows, and this checkpoint rounds "
-                "tokens with scales that it stores: serve one in 16 bits, or in FP8 with dynamic scales"
-            )
-        return LoraAdapter(name, found.digest, lora.of_adapter(found.modules), found.has_magnitudes)
-
+    tells_columns = all(form.tells_columns for form in held.own.values())
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 
@@ -302,7 +291,7 @@ def build(
         lockstep=lockstep,
         connector=connector,
         traffic=traffic,
-        read_adapter=None if lora is None else read_adapter,
+        adapter_reader=None if lora is None else AdapterReader(lora, tells_columns),
         read_weights=read_weights,
         page_format=page_form,
         spec=spec,

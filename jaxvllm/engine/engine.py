@@ -101,13 +101,14 @@ class Engine:
         self._sleep = EngineSleep(self.replicas, self.holders, self._experts.meters, moves_pages=moves_pages)
         of_engine = (self.replicas, self.holders, self._experts.balancers, parts.connector)
         self._weights = EngineWeights(parts.spec, *of_engine, parts.read_weights, has_others=config.has_others)
-        self.adapters = EngineAdapters(config, parts.read_adapter, self.replicas)
+        self.adapters = EngineAdapters(config, parts.adapter_reader, self.replicas)
         self._early: list[RequestOutput] = []  # outputs that the next step returns
         self.outputs = self._make_outputs()
         self.inputs = InputProcessor(
             config, parts, self.adapters, self.replicas[0], masks_commute=not logits_processors
         )
-        self._moves = RequestMoves(config, self.replicas, self.inputs, self._weights, parts.page_format)
+        of_requests = (self.inputs, self._weights, self.adapters)
+        self._moves = RequestMoves(config, self.replicas, *of_requests, parts.page_format)
         self.eos_token_ids = parts.eos_token_ids
         self.side_inputs = parts.side_inputs
         self._router = self._make_router()
@@ -282,7 +283,8 @@ class Engine:
     def import_request(self, exported: ExportedRequest) -> str:
         """Queues a request that another engine has exported, and returns its id.
 
-        The engine must have the same weights and dtypes; meshes, page pools, chunks and steps may differ.
+        The engine must have the same weights and dtypes; meshes, page pools, chunks and steps may differ. It must have
+        the adapter of the request with the same content, or find it in the directory that the request names.
         Raises ValueError for a request that this engine cannot go on with, or whose id is in use.
         """
         self._ready()

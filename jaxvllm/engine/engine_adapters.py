@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -14,21 +15,20 @@ from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
 from jaxvllm.core.request import GenerationRequest
+from jaxvllm.engine.adapter_reader import AdapterReader
 from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.replica import Replica
+from jaxvllm.models.lora import LAYERS, OUTSIDE
 from jaxvllm.models.peft import PEFT_CONFIG, PEFT_WEIGHTS
-
-# Reads the adapter of a directory, with its name. Raises ValueError and NotImplementedError for a wrong one.
-type ReadAdapter = Callable[[Path, str], LoraAdapter]
 
 
 class EngineAdapters:
     """Finds the adapters of requests: as they were read, or as they were updated since."""
 
-    def __init__(self, config: EngineConfig, read: ReadAdapter | None, replicas: Sequence[Replica]):
-        """Reads adapters with `read`. An engine that has none has no room for adapters."""
-        self._read = read
-        self._store = None if read is None else LoraStore(read, config.max_cpu_loras or config.max_loras)
+    def __init__(self, config: EngineConfig, reader: AdapterReader | None, replicas: Sequence[Replica]):
+        """Reads adapters with `reader`. An engine that has none has no room for adapters."""
+        self._reader = reader
+        self._store = None if reader is None else LoraStore(reader.read, config.max_cpu_loras or config.max_loras)
         self._replicas = replicas
         self._max_loras = config.max_loras
         # By number. No file has their content, so they stay until somebody unloads them.
@@ -49,8 +49,19 @@ class EngineAdapters:
     def update(self, request: LoRARequest, tensors: Mapping[str, Any]) -> None:
         """Replaces the content of an adapter. For arguments and errors see `LLM.update_lora`."""
         self.load(request)  # so that the number is its own, and its config is there
-        assert self._read is not None
-        self._updated[request.lora_int_id] = request, _adapter_of(request, tensors, self._read)
+        assert self._reader is not None
+        if tensors.keys() & {LAYERS, OUTSIDE}:
+            adapter = self._reader.of_tree(tensors, request.lora_name)
+        else:
+            adapter = _adapter_of(request, tensors, self._reader.read)
+        self._updated[request.lora_int_id] = request, adapter
+
+    def tree(self, request: LoRARequest) -> dict[str, Any]:
+        """Returns the arrays of an adapter. For the names and errors see `LLM.lora_weights`."""
+        self.load(request)
+        assert self._store is not None
+        copy: dict[str, Any] = jax.tree.map(np.array, self._find(request, self._store).arrays)
+        return copy
 
     def _find(self, request: LoRARequest, store: LoraStore) -> LoraAdapter:
         known, adapter = self._updated.get(request.lora_int_id, (None, None))
@@ -61,6 +72,26 @@ class EngineAdapters:
         if request.lora_request is None or self._store is None:
             return None
         return self._find(request.lora_request, self._store)
+
+    def like(self, request: GenerationRequest, digest: bytes | None) -> LoraAdapter | None:
+        """Returns the adapter of a request that comes from another engine, where it has this digest.
+
+        It may be one that this engine has under another number. If there is none, it is read where the request says.
+        Raises ValueError where that is another one.
+        """
+        if digest is not None and request.lora_request is not None and self._store is not None:
+            updated = (adapter for _, adapter in self._updated.values() if adapter.digest == digest)
+            if (adapter := next(updated, self._store.with_digest(digest))) is not None:
+                return replace(adapter, name=request.lora_request.lora_name)
+        adapter = self.of(request)
+        if digest != (None if adapter is None else adapter.digest):
+            name = None if request.lora_request is None else request.lora_request.lora_name
+            raise ParameterError(
+                f"the adapter {name!r} of this engine is not the one with which the request was exported: give both "
+                "engines the same files, or the same update_lora",
+                "lora_request",
+            )
+        return adapter
 
     def salted(self, request: GenerationRequest, adapter: LoraAdapter | None) -> GenerationRequest:
         """Returns the request with a salt that keeps the prefixes of each adapter apart from all others."""
@@ -80,7 +111,9 @@ class EngineAdapters:
         }
 
 
-def _adapter_of(request: LoRARequest, tensors: Mapping[str, Any], read: ReadAdapter) -> LoraAdapter:
+def _adapter_of(
+    request: LoRARequest, tensors: Mapping[str, Any], read: Callable[[Path, str], LoraAdapter]
+) -> LoraAdapter:
     """Returns the adapter of these tensors and of the config in the directory of `request`.
 
     They go through a file, so that arrays are checked as files are, by the same code.

@@ -88,6 +88,7 @@ class ExportedRequest:
     sequences: Mapping[int, SamplingState]  # of the completions that have not ended, by index
     model: bytes  # the fingerprint of the page format: weights, dtypes and shapes
     pages: Mapping[bytes, bytes]
+    adapter: bytes | None = None  # the digest of its adapter, if it has one: the path alone may have other content
 
     def check(self, num_sequences: int, vocab_size: int, limit: int) -> None:
         """Raises ValueError for a state that a request of `num_sequences` and `limit` tokens each cannot have."""

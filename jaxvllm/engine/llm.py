@@ -261,12 +261,24 @@ class LLM:
 
         `tensors` are arrays of NumPy or jax by the names that PEFT gives them in a file, such as
         `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`. The adapter_config.json in `lora_path` tells
-        their ranks and scales. Modules that are not given are no longer adapted.
+        their ranks and scales. Modules that are not given are no longer adapted. Or they are a whole tree like
+        `lora_weights`, to which that config adds nothing.
 
         Requests that run go on with the old content. New ones get the new one, and find no cached page of the old one.
         Raises ValueError and NotImplementedError for what is no adapter of this model. Then the old content stays.
         """
         self.engine.adapters.update(lora_request, tensors)
+
+    def lora_weights(self, lora_request: LoRARequest) -> dict[str, Any]:
+        """Returns a copy of the arrays of an adapter as one slot of the engine has them, in the memory of the host.
+
+        The tree has `layers` and `outside` (the embedding and the LM head), and its layout is that of `weights`. Each
+        matrix M has `lora_a_M`, which is A of all its parts, `lora_b_M`, which is B times the scale of the adapter, and
+        `lora_ratio_M`, which has the lengths of rows that DoRA states, or zeros. Ranks are filled up to
+        `max_lora_rank`, and heads lie as the mesh has them, so a tree is for engines of one mesh and rank.
+        Raises ValueError and NotImplementedError for what is no adapter of this model.
+        """
+        return self.engine.adapters.tree(lora_request)
 
     def update_weight_version(self, version: str) -> None:
         """Gives the weights that the engine has another name, which outputs tell from the next step on.

@@ -60,6 +60,10 @@ class LoraStore:
             self._kept.popitem(last=False)
         return adapter
 
+    def with_digest(self, digest: bytes) -> LoraAdapter | None:
+        """Returns the adapter with this digest that is in memory under some id, if there is one."""
+        return next((adapter for adapter in self._in_use.values() if adapter.digest == digest), None)
+
     def forget(self, number: int) -> None:
         """Forgets the adapter with this id, if there is one, and whose id it was."""
         self._first.pop(number, None)

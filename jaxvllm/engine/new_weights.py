@@ -43,7 +43,7 @@ def new_weights(
         raise ValueError("partial is for arrays, and a directory has all weights: give the tensors of its files")
     if not isinstance(given, Path) and _is_tree(given):
         trees = [_without(params, LORA) for params in before]
-        made = [jax.tree.map(_placed, _checked(given, tree, is_part), tree) for tree in trees]
+        made = [jax.tree.map(_placed, checked_tree(given, tree, is_part), tree) for tree in trees]
     else:
         made = read(given, [_without(params, DRAFT, LORA) for params in before] if is_part else None)
     return [old | params for old, params in zip(before, made, strict=True)]
@@ -58,8 +58,11 @@ def _is_tree(given: Mapping[str, Any]) -> bool:
     return not any(isinstance(name, str) and "." in name for name in given)
 
 
-def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
+def checked_tree(given: Any, like: Any, is_part: bool = False, place: str = "", like_what: str = "llm.weights") -> Any:
     """Returns a tree like `like` of the given arrays, and of those of `like` that are not given and need not be.
+
+    Raises ValueError for arrays that are missing, unexpected, or of another shape or dtype. It tells the user to give
+    a tree like `like_what`.
 
     A list may be given as a mapping from its indices, and a matrix in a form as one from the names of its arrays. What
     stands for an array, as variables of flax do, says so with a `get_value`.
@@ -69,13 +72,13 @@ def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
         found = dict(enumerate(given)) if isinstance(given, list | tuple) else given
         missing = set() if is_part else {name for name in items if name != DRAFT}
         if not isinstance(found, Mapping) or not missing <= set(found) <= items.keys():
-            raise ValueError("the given tree of weights has other arrays than the engine's: give one like llm.weights")
+            raise ValueError(f"the given tree of weights has other arrays than the engine's: give one like {like_what}")
         checked = {
-            name: _checked(found[name], old, is_part, f"{place}[{name!r}]") if name in found else old
+            name: checked_tree(found[name], old, is_part, f"{place}[{name!r}]", like_what) if name in found else old
             for name, old in items.items()
         }
         return checked if isinstance(like, dict) else [*checked.values()]
-    if isinstance(like, jax.Array | ParkedArray):
+    if isinstance(like, jax.Array | ParkedArray | np.ndarray):
         array = given.get_value() if hasattr(given, "get_value") else given
         if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (like.shape, like.dtype):
             kind = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
@@ -85,10 +88,10 @@ def _checked(given: Any, like: Any, is_part: bool, place: str = "") -> Any:
     arrays = given.arrays if isinstance(given, Matrix) and given.form == like.form else given
     if not isinstance(arrays, Mapping):
         raise ValueError(
-            f"the given weight {place} is not kept as the engine's is: give it in the form that llm.weights has, or "
+            f"the given weight {place} is not kept as the engine's is: give it in the form that {like_what} has, or "
             "give all weights by their names in a checkpoint, of which the engine makes its own forms"
         )
-    return Matrix(like.form, _checked(arrays, like.arrays, False, place))
+    return Matrix(like.form, checked_tree(arrays, like.arrays, False, place, like_what))
 
 
 def _placed(array: Any, old: jax.Array | ParkedArray) -> Any:

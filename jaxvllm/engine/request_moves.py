@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.request import Request
+from jaxvllm.engine.engine_adapters import EngineAdapters
 from jaxvllm.engine.engine_weights import EngineWeights
 from jaxvllm.engine.exported_request import ExportedRequest, SamplingState
 from jaxvllm.engine.input_processor import InputProcessor
@@ -23,6 +24,7 @@ class RequestMoves:
         replicas: Sequence[Replica],
         inputs: InputProcessor,
         weights: EngineWeights,
+        adapters: EngineAdapters,
         page_format: Callable[[], PageFormat],
     ):
         """Moves requests of these replicas. Their pages travel as `EngineParts.page_format` says."""
@@ -30,6 +32,7 @@ class RequestMoves:
         self._replicas = replicas
         self._inputs = inputs
         self._weights = weights
+        self._adapters = adapters
         self._page_format = page_format
 
     def take_out(self, request_id: str, outputs: OutputProcessor) -> ExportedRequest:
@@ -40,8 +43,6 @@ class RequestMoves:
         if request_id not in outputs:
             raise ParameterError(f"request {request_id!r} is unknown or has ended: nothing is left of it", "request_id")
         request = outputs.request(request_id)
-        if request.lora_request is not None:
-            raise NotImplementedError("requests with an adapter cannot move to another engine yet")
         open_ids = outputs.children(request_id)
         [replica] = [one for one in self._replicas if open_ids[0] in one.scheduler]
         ended = {name: replica.scheduler.finish(name) for name in open_ids}
@@ -53,7 +54,9 @@ class RequestMoves:
                 left[index] = one
         cargo = load_cargo(replica, form, [*left.values()])
         states = {index: SamplingState.of(one) for index, one in left.items()}
-        return ExportedRequest(request, outputs.take_out(request_id), states, model, cargo)
+        [adapter] = {one.adapter for one in left.values()}
+        digest = None if adapter is None else adapter.digest
+        return ExportedRequest(request, outputs.take_out(request_id), states, model, cargo, digest)
 
     def read(
         self, exported: ExportedRequest, check_free: Callable[[Sequence[str]], None]
@@ -73,9 +76,10 @@ class RequestMoves:
         grammar, sequences = inputs.grammar(request), request.sequences()
         check_free([request.request_id, *(sequence.request_id for sequence in sequences)])
         exported.check(len(sequences), inputs.rules.vocab_size, inputs.rules.limit(request))
+        adapter = self._adapters.like(request, exported.adapter)
         bad_words, version = inputs.bad_words(request), self._weights.version.name
         queued = [
-            inputs.queued(sequences[index], version, grammar, bad_words, None, state)
+            inputs.queued(sequences[index], version, grammar, bad_words, adapter, state)
             for index, state in exported.sequences.items()
         ]
         return queued, () if grammar is None else grammar.warnings

@@ -63,3 +63,12 @@ class ParamDecl:
     def stacked(self, num_layers: int) -> "ParamDecl":
         """Returns the declaration of one array that stacks `num_layers` arrays like this one."""
         return replace(self, shape=(num_layers, *self.shape), axes=("layers", *self.axes))
+
+    def of_replicas(self, count: int, axis: int) -> "ParamDecl":
+        """Returns the declaration of an array of `count` like this one along `axis`, one for each replica of a mesh."""
+        if count == 1:
+            return self
+        shape, axes = [*self.shape], [*self.axes]
+        assert axes[axis] is None, "the array of a replica is whole along this axis"
+        shape[axis], axes[axis] = count * shape[axis], "replicas"
+        return replace(self, shape=tuple(shape), axes=tuple(axes))

@@ -47,13 +47,15 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
 
     B is multiplied by magnitude / norm.
 
-    `layers` are the arrays of the model's layers. Inside shard_map, all are one device's share, and so is `spec`.
+    `layers` are the arrays of the model's layers. Inside shard_map, all are one device's share, and so is `spec`, which
+    has the layers of its stage. Where other stages have more layers of a kind, the last ones of a stack are empty.
     A magnitude of 0 says that the row has none, and so does a ratio of 0. A ratio that float32 cannot hold becomes 0.
     """
     stacks = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(RATIO)}
     [dtype, *_] = (array.dtype for name, array in _named(one) if name.startswith(DOWN))
     of_columns = TokenAdapters.of(jnp.ones(_COLUMNS, jnp.int32), 1)
-    zeros = {key: jnp.zeros((len(stack.layers), *stack.decl.shape), jnp.float32) for key, stack in stacks.items()}
+    rooms = {key: len(one[key]) if isinstance(one, dict) else len(stack.layers) for key, stack in stacks.items()}
+    zeros = {key: jnp.zeros((rooms[key], *stack.decl.shape), jnp.float32) for key, stack in stacks.items()}
 
     def of_layer(
         found: dict[str, jax.Array], weights: Params, layer: Block, number: Scalar, window: Scalar, rope: Scalar
@@ -82,7 +84,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         key, stack = next((key, own) for key, own in stacks.items() if own.name == RATIO + name and layer in own.layers)
         return found[key][stack.layers.index(layer)]
 
-    one_by_one = next(layer.lora.one_by_one for layer in spec.layers if layer.lora is not None)
+    one_by_one = next(layer.lora.one_by_one for layer in spec.whole.layers if layer.lora is not None)
 
     def multiplied(up: jax.Array, ratios: jax.Array) -> jax.Array:
         """Returns B [.., W] or, one by one, [1, R + 1, ..], times one and the ratios f32[1, ..]."""
@@ -91,9 +93,11 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         return _times(up, 1 + ratios[0][..., None])
 
     if isinstance(one, dict):
-        ups = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(UP)}
+        ups = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(UP) and stack.layers}
         for key, stack in ups.items():
             ratios = jnp.stack([ratios_of(stack.name.removeprefix(UP), layer) for layer in stack.layers])
+            empty = len(jax.tree.leaves(one[key])[0]) - len(ratios)
+            ratios = jnp.pad(ratios, [(0, empty), *((0, 0),) * (ratios.ndim - 1)])
             found[key] = jax.tree.map(partial(jax.vmap(multiplied), ratios=ratios), one[key])
         return one | found
 

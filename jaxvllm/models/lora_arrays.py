@@ -27,6 +27,7 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
 from jaxvllm.models.weight_names import Source, outer_sources
 from sharding.mesh import MeshShape
+from sharding.rules import DATA
 
 _ENDING = ".weight"
 # The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
@@ -166,11 +167,17 @@ class LoraArrays:
         return {name: (module.in_size, module.out_size) for name, module in self.modules.items()}
 
     def empty(self, mesh: Mesh) -> Any:
-        """Returns the arrays of all slots on `mesh`, which have no adapter yet."""
-        sharding_of = sharding_on(mesh)
-        return self._tree(
-            self.spec, lambda name, decl, layers: zeros_on(self._whole(decl, layers), self.dtype, sharding_of)
-        )
+        """Returns the arrays of all slots on `mesh`, which have no adapter yet.
+
+        The replicas of the mesh, which share experts, have slots of their own.
+        """
+        sharding_of, count = sharding_on(mesh), mesh.shape[DATA]
+
+        def array(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
+            of_replicas = decl.of_replicas(count, self._slot_axis(name, first_layer(layers)))
+            return zeros_on(self._whole(of_replicas, layers), self.dtype, sharding_of)
+
+        return self._tree(self.spec, array)
 
     def of_adapter(self, adapter: Mapping[str, LowRank]) -> Any:
         """Returns the arrays of an adapter, by the names of its modules, on the host. Ratios are magnitudes so far."""
@@ -239,6 +246,12 @@ class LoraArrays:
     def _one_slot(self) -> ModelSpec:
         """The spec with room for one adapter."""
         return of_one_slot(self.spec)
+
+    def _slot_axis(self, name: str, layer: int | None) -> int:
+        """Returns the axis of slots in the array of that name, of a layer or, with None, outside the layers."""
+        room = self.spec.lora if layer is None else self.spec.layers[layer].lora
+        assert room is not None, "there is room where there are such arrays"
+        return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(name, is_stacked=False)
 
     def _whole(self, decl: ParamDecl, layers: StackLayers | None) -> ParamDecl:
         return decl.stacked(len(layers) * most(layers)) if layers and self.layout == "stacked" else decl

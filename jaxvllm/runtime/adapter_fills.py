@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxvllm.models.dora import of_one_slot, with_ratios
@@ -17,9 +17,12 @@ from jaxvllm.models.outer_lora import OuterLora
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.runtime.conditional_loop import run_if
+from jaxvllm.runtime.pipeline import Pipeline
 from jaxvllm.runtime.recipe import Recipe
-from sharding.axis import ModelAxis
+from sharding.axis import ModelAxis, StageAxis
 from sharding.placement import of_replicas
+from sharding.rules import DATA
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,47 @@ class SlotAxes:
         return {LAYERS: of_layers, OUTSIDE: own}
 
 
-def fill_adapter(slots: Params, one: Params, number: jax.Array, *, axes: SlotAxes) -> Params:
-    """Returns the arrays of all slots, with those of one adapter in slot `number` i32[1]. `slots` are donated."""
+@dataclass(frozen=True, eq=False)
+class AdapterFill:
+    """An adapter that comes into a slot of one of the replicas that share a mesh. Others may have others there."""
+
+    arrays: Any  # of one slot, on the host
+    slot: int
+    has_magnitudes: bool = False  # whether ratios are to be computed of them
+    replica: int = 0
+
+    def packed(self) -> NDArray[np.int32]:
+        """Returns it as words i32[N] for another process."""
+        whole = b"".join(array.tobytes() for array in jax.tree.leaves(self.arrays))
+        head = np.array([self.slot, self.has_magnitudes, self.replica], "<i4")
+        return np.concatenate([head, np.frombuffer(whole + bytes(-len(whole) % 4), "<i4")])
+
+
+def fill_adapter(slots: Params, one: Params, number: jax.Array, *, axes: SlotAxes, is_shared: bool) -> Params:
+    """Returns the arrays of all slots, with those of one adapter in slot `number` i32[1]. `slots` are donated.
+
+    Where replicas that share experts have slots of their own (`is_shared`), the number is 0 in all but one of them.
+    """
 
     def put(axis: int, mine: Any, new: Any) -> Any:
         return jax.tree.map(partial(filled, number=number[0], axis=axis), mine, new)
 
-    return axes.changed(put, slots, one)
+    def with_one(slots: Params) -> Params:
+        return axes.changed(put, slots, one)
+
+    return run_if(number[0] > 0, with_one, slots) if is_shared else with_one(slots)
+
+
+def ratios_on_stages(one: Any, layers: Any, *, spread: Spread) -> Any:
+    """Returns what `with_ratios` does, of those layers that a device's stage has."""
+    parts: dict[ModelSpec, list[int]] = {}
+    for stage, part in enumerate(spread.parts):
+        parts.setdefault(part, []).append(stage)
+    pipeline = Pipeline(StageAxis(spread.stages))
+    for part, stages in parts.items():
+        run = partial(with_ratios, layers=layers, spec=part, axis=ModelAxis(spread.size))
+        one = pipeline.only_on(stages, run, one)
+    return one
 
 
 class AdapterFills:
@@ -70,18 +107,18 @@ class AdapterFills:
     ):
         """Compiles what fills slots. `params` are abstract shapes, with shardings, and have the arrays of all slots."""
         slots, layers = params[LORA], params["layers"]
-        axes = SlotAxes.of(spec)
+        axes, self._num_replicas = SlotAxes.of(spec), mesh.shape[DATA]
 
         def like(axis: int, node: Any) -> Any:
-            return jax.tree.map(partial(_of_one, spec.num_lora_slots, axis), node)
+            return jax.tree.map(partial(_of_one, self._num_replicas * spec.num_lora_slots, axis), node)
 
         self._slots_like, self._like = slots, axes.changed(like, slots)
         arguments = slots, self._like, of_replicas(mesh, (1,), np.int32)
-        self._program = make_program(Recipe.changing(partial(fill_adapter, axes=axes), arguments, mesh))
+        fill = partial(fill_adapter, axes=axes, is_shared=self._num_replicas > 1)
+        self._program = make_program(Recipe.changing(fill, arguments, mesh))
 
         def compile_ratios() -> jax.stages.Compiled:
-            spread = Spread.on(of_one_slot(spec), mesh)
-            run = partial(with_ratios, spec=spread.shard, axis=ModelAxis(spread.size))
+            run = partial(ratios_on_stages, spread=Spread.on(of_one_slot(spec), mesh))
             return make_program(Recipe.changing(run, (self._like[LAYERS], layers), mesh))
 
         # Few adapters need it, so that other programs are compiled first.
@@ -91,26 +128,24 @@ class AdapterFills:
         """Returns the arrays of all slots without adapters, for those that a fill which broke off has taken along."""
         return jax.tree.map(lambda like: placed(np.zeros(like.shape, like.dtype), like), self._slots_like)
 
-    def fill(self, params: Params, number: int, arrays: Any, has_magnitudes: bool = False) -> Params:
-        """Returns `params` with the arrays of one adapter, on the host, in slot `number`. The slots are donated."""
-        one = jax.tree.map(placed, arrays, self._like)
-        if has_magnitudes:
+    def fill(self, params: Params, fill: AdapterFill) -> Params:
+        """Returns `params` with an adapter in its slot. The slots are donated."""
+        one = jax.tree.map(placed, fill.arrays, self._like)
+        if fill.has_magnitudes:
             one |= {LAYERS: self.compile_ratios()(one[LAYERS], params["layers"])}
-        return params | {LORA: self._program(params[LORA], one, np.array([number], np.int32))}
+        numbers = np.zeros(self._num_replicas, np.int32)
+        numbers[fill.replica] = fill.slot
+        return params | {LORA: self._program(params[LORA], one, numbers)}
 
-    @staticmethod
-    def packed(one: Any) -> NDArray[np.int32]:
-        """Returns the bytes of an adapter's arrays, on the host, for another process: i32[words]."""
-        whole = b"".join(array.tobytes() for array in jax.tree.leaves(one))
-        return np.frombuffer(whole + bytes(-len(whole) % 4), "<i4")
-
-    def unpacked(self, words: NDArray[np.int32]) -> Any:
-        """Returns the arrays of an adapter whose bytes these are."""
-        whole, first, arrays = words.astype("<i4").tobytes(), 0, []
+    def unpacked(self, words: NDArray[np.int32]) -> AdapterFill:
+        """Returns what `AdapterFill.packed` has made words of."""
+        (slot, has_magnitudes, replica), whole = words[:3].tolist(), words[3:].astype("<i4").tobytes()
+        first, arrays = 0, []
         for like in jax.tree.leaves(self._like):
             arrays.append(np.frombuffer(whole, like.dtype, math.prod(like.shape), first).reshape(like.shape))
             first += arrays[-1].nbytes
-        return jax.tree.unflatten(jax.tree.structure(self._like), arrays)
+        of_slot = jax.tree.unflatten(jax.tree.structure(self._like), arrays)
+        return AdapterFill(of_slot, slot, bool(has_magnitudes), replica)
 
 
 def placed(array: NDArray[Any], like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -123,7 +158,10 @@ def placed(array: NDArray[Any], like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _of_one(num_slots: int, axis: int, slots: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an adapter's array, of that of all slots, which are along `axis`."""
-    shape = list(slots.shape)
+    """Returns the shape of an adapter's array, of that of all slots, which are along `axis`. Every replica has it."""
+    assert isinstance(slots.sharding, NamedSharding), "an array of a model has a place"
+    shape, mesh_axes = list(slots.shape), [*slots.sharding.spec]
     shape[axis] //= num_slots
-    return jax.ShapeDtypeStruct(tuple(shape), slots.dtype, sharding=slots.sharding)
+    mesh_axes[axis] = None
+    sharding = NamedSharding(slots.sharding.mesh, PartitionSpec(*mesh_axes))
+    return jax.ShapeDtypeStruct(tuple(shape), slots.dtype, sharding=sharding)

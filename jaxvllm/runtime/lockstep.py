@@ -128,7 +128,7 @@ class LockstepReplica(PlanRunner):
         self._group.devices.put_pages(pages, contents, self._index)
 
     def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
-        raise NotImplementedError("replicas that share experts have no adapters yet")
+        self._group.devices.bring_adapter(slot, adapter, self._index)
 
     def _sample(self, plan: StepPlan, bucket: Bucket) -> InFlight:
         return self._group.sample({self._index: plan}, bucket)[self._index]

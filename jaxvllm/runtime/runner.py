@@ -21,7 +21,7 @@ from jaxvllm.models.lora import LORA
 from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
-from jaxvllm.runtime.adapter_fills import AdapterFills
+from jaxvllm.runtime.adapter_fills import AdapterFill, AdapterFills
 from jaxvllm.runtime.buckets import BucketLadder
 from jaxvllm.runtime.cache_shape import AbstractCachePages, CacheShape, KVCachePages
 from jaxvllm.runtime.expert_loads import take_loads
@@ -82,7 +82,7 @@ from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import codes_of
 from sharding.axis import EachReplica
 from sharding.placement import EVERYWHERE, OF_REPLICAS, of_replicas
-from sharding.rules import DATA, STAGE
+from sharding.rules import DATA
 
 
 class Runner(PlanRunner):
@@ -164,7 +164,8 @@ class Runner(PlanRunner):
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
         self._adapter_fills = AdapterFills(shapes, spec, mesh, make_program) if spec.has_lora else None
-        self._with_magnitudes: dict[int, LoraAdapter] = {}  # in their slots; other weights give them other ratios
+        # By replica and slot; other weights give them other ratios.
+        self._with_magnitudes: dict[tuple[int, int], LoraAdapter] = {}
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -181,7 +182,7 @@ class Runner(PlanRunner):
             self._store_masks,
             self._fork,
         ]
-        if self._adapter_fills is not None and leader is None and mesh.shape[STAGE] == 1:
+        if self._adapter_fills is not None:
             rarely.append(self._adapter_fills.compile_ratios)
         if shape.side is not None:
             self.unchanging[FillSideRows] = shape.side.nothing()
@@ -305,26 +306,28 @@ class Runner(PlanRunner):
         """
         self.call(DropWeights())
 
-    def bring_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+    def bring_adapter(self, slot: int, adapter: LoraAdapter, replica: int = 0) -> None:
+        """Does what `PlanRunner.bring_adapter` says, for one replica of the mesh."""
+        fill = AdapterFill(adapter.arrays, slot, adapter.has_magnitudes, replica)
         if self._leader is None:
-            self._fill_adapter(slot, adapter.arrays, adapter.has_magnitudes)
+            self._fill_adapter(fill)
         else:
-            self.call(FillAdapter(AdapterFills.packed(adapter.arrays), slot))
-        self._with_magnitudes.pop(slot, None)
+            self.call(FillAdapter(fill.packed()))
+        self._with_magnitudes.pop((replica, slot), None)
         if adapter.has_magnitudes:
-            self._with_magnitudes[slot] = adapter
+            self._with_magnitudes[replica, slot] = adapter
 
-    def _fill_adapter(self, slot: int, arrays: Any, has_magnitudes: bool = False) -> None:
+    def _fill_adapter(self, fill: AdapterFill) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
-        self._params = self._adapter_fills.fill(self._params, slot, arrays, has_magnitudes)
+        self._params = self._adapter_fills.fill(self._params, fill)
         if self._forwarded is not None:  # its rows have adapters that stay, and the arrays of all slots were donated
             head = self._forwarded.head | {LORA: head_of(self._params)[LORA]}
             self._forwarded = replace(self._forwarded, head=head)
 
     def bring_adapters_again(self) -> None:
         """Brings the adapters whose ratios depend on weights that others have replaced."""
-        for slot, adapter in [*self._with_magnitudes.items()]:
-            self.bring_adapter(slot, adapter)
+        for (replica, slot), adapter in [*self._with_magnitudes.items()]:
+            self.bring_adapter(slot, adapter, replica)
 
     def empty_adapters(self) -> None:
         """Makes the slots of adapters as new, if there are any. A fill that broke off may have taken them along."""
@@ -426,9 +429,9 @@ class Runner(PlanRunner):
                 others = {name: value for name, value in self._params.items() if name in (DRAFT, LORA)}
                 own = {name: value for name, value in self._params.items() if name not in others}
                 self._params = parked(own, keeps=False) | others
-            case FillAdapter(packed, slot):
+            case FillAdapter(packed):
                 assert self._adapter_fills is not None, "there is no room for adapters"
-                self._fill_adapter(slot, self._adapter_fills.unpacked(packed))
+                self._fill_adapter(self._adapter_fills.unpacked(packed))
             case EmptyAdapters():
                 assert self._adapter_fills is not None, "there is no room for adapters"
                 self._params = self._params | {LORA: self._adapter_fills.empty()}

@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
+from jaxvllm.engine.exported_request import ExportedRequest
 from jaxvllm.models.lora import MOST_MASKED
 from jaxvllm.models.params import head_of
 from jaxvllm.runtime.readouts.readout import Forwarded
@@ -111,16 +112,16 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     ],
     ids=["mesh", "stages", "masked", "drafts"],
 )
-def test_everywhere(checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]) -> None:
-    with tiny_llm(checkpoint, **OPTIONS, **options) as llm:
-        if options.get("mesh") == "2x1x1":
-            with pytest.raises(ValueError, match="DoRA, which works on one host and without stages"):
-                tokens_of(llm, paths)
-            others = [number for number, who in enumerate(WHO) if who != 2]
-            assert tokens_of(llm, paths, others) == [expected[number] for number in others]
-        else:
-            assert tokens_of(llm, paths) == expected
-        assert_idle(llm)
+def test_everywhere(
+    llm: LLM, checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]
+) -> None:
+    """And with requests that move from one mesh to the other and back, some before their prompt is computed."""
+    with tiny_llm(checkpoint, **OPTIONS, **options) as other:
+        assert tokens_of(other, paths) == expected
+        if "mesh" in options:
+            assert moved(llm, other, requests_of(paths), steps=(3, 9)) == expected
+            assert_idle(llm)
+        assert_idle(other)
 
 
 def test_more_adapters_than_other_devices_multiply_at_once(
@@ -185,6 +186,63 @@ def test_pages_travel_between_engines_for_one_adapter(
             assert output.num_cached_tokens == num_cached
             assert (output.outputs[0].token_ids == expected[number]) == (adapter == own)
         assert_idle(llm)
+
+
+def test_a_request_that_moves_finds_its_adapter_by_content(llm: LLM, tmp_path: Path) -> None:
+    own, adapter = PROMPTS[6], LoRARequest("moves", 30, str(replace(ADAPTERS[0], seed=30).write(tmp_path / "moves")))
+    [wanted] = llm.generate([own], GREEDY, use_tqdm=False, lora_request=adapter)
+    engine = llm.engine
+
+    def exported() -> ExportedRequest:
+        engine.submit(engine.check("moves", own, GREEDY, lora_request=adapter))
+        for _ in range(3):
+            engine.step()
+        left = engine.export_request("moves")
+        assert left.sequences[0].output_token_ids
+        assert not finish()
+        return left
+
+    def finish() -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in step_to_the_end(llm) if output.finished]
+
+    left = exported()
+    renamed = replace(left, request=replace(left.request, lora_request=LoRARequest("moves", 1, "/nowhere")))
+    engine.import_request(renamed)  # it is in memory, whatever another engine calls it
+    assert finish() == [wanted.outputs[0].token_ids]
+    left = exported()
+    engine.adapters.unload(30)
+    llm.reset_prefix_cache()
+    engine.import_request(left)  # and now it is read
+    [queued] = engine.replicas[0].scheduler.queue
+    assert engine.replicas[0].scheduler.num_cached_tokens(queued) > 0, "its pages came along"
+    assert finish() == [wanted.outputs[0].token_ids]
+    left = exported()
+    for changed in (replace(left, adapter=None), replace(left, adapter=b"another")):
+        with pytest.raises(ValueError, match="'moves' of this engine is not the one with which the request was"):
+            engine.import_request(changed)
+    assert_idle(llm)
+
+
+def moved(one: LLM, other: LLM, adapters: Sequence[LoRARequest | None], steps: Sequence[int]) -> list[list[int]]:
+    """The tokens of all prompts, which begin in one engine, and go to the other one and back after so many steps."""
+    for number, (prompt, adapter) in enumerate(zip(PROMPTS, adapters, strict=True)):
+        one.engine.submit(one.engine.check(str(number), prompt, GREEDY, lora_request=adapter))
+    here, there = one.engine, other.engine
+    ended: list[RequestOutput] = []
+    for count in steps:
+        for _ in range(count):
+            ended += here.step()
+        for name in [*here.outputs.request_ids]:
+            there.import_request(ExportedRequest.from_bytes(here.export_request(name).to_bytes()))
+        here, there = there, here
+    ended += [*step_to_the_end(one), *step_to_the_end(other)]
+    by_name = {int(output.request_id): output.outputs[0].token_ids for output in ended if output.finished}
+    return [by_name[number] for number in range(len(PROMPTS))]
+
+
+def step_to_the_end(llm: LLM) -> Iterator[RequestOutput]:
+    while llm.engine.has_work:
+        yield from llm.engine.step()
 
 
 def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]) -> None:
@@ -283,11 +341,78 @@ def test_wrong_adapters_disturb_nobody(llm: LLM, paths: list[Path], expected: li
     assert_idle(llm)
 
 
+def test_a_trainer_gives_a_tree_as_the_engine_has_it(llm: LLM, paths: list[Path]) -> None:
+    one, other = (LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in (2, 3))  # and 2 is one of DoRA
+    live, prompt = LoRARequest("tree", 21, str(paths[0])), PROMPTS[6]
+
+    def tokens(request: LoRARequest | None) -> list[int]:
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=request)
+        return output.outputs[0].token_ids
+
+    tree = llm.lora_weights(one)
+    for request in (other, one):
+        tree = llm.lora_weights(request)
+        llm.update_lora(live, jax.tree.map(jax.numpy.asarray, tree))
+        assert tokens(live) == tokens(request)
+    assert tokens(live) != tokens(None)
+    for layer in tree["layers"]:  # an optimizer has changed even what only says which part of the matrix a row is
+        for up in jax.tree.leaves([node for name, node in layer.items() if name.startswith("lora_b_")]):
+            up[:, -1] = 7
+    llm.update_lora(live, tree)
+    assert tokens(live) == tokens(one)
+    name = "lora_a_qkv"
+    first, others = tree["layers"][0], tree["layers"][1:]
+    [array] = jax.tree.leaves(first[name])
+    for wrong, message in (
+        ({"layers": tree["layers"]}, r"give one like llm.lora_weights\(lora_request\)"),
+        (tree | {"layers": others}, "has other arrays than the engine's"),
+        (tree | {"layers": [{**first, "other": array}, *others]}, "has other arrays than the engine's"),
+        (tree | {"layers": [jax.tree.map(lambda x: x[:, :1], first), *others]}, "the engine's is float32"),
+        (tree | {"layers": [jax.tree.map(lambda x: x.astype("float16"), first), *others]}, "is float16"),
+        (tree | {"layers": [jax.tree.map(lambda x: x * np.nan, first), *others]}, "numbers that are not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.update_lora(live, wrong)
+    assert tokens(live) == tokens(one)
+    llm.update_lora(live, jax.tree.map(np.zeros_like, tree))
+    assert tokens(live) == tokens(None), "it adds nothing"
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
+def test_replicas_that_share_experts_have_slots_of_their_own(mesh: str, tmp_path: Path) -> None:
+    """Each has room for one adapter here, and at most times these differ."""
+    fixture, ends = Fixture.load("qwen2_moe"), ("q_proj", "v_proj", "o_proj")
+    some = (RandomAdapter(fixture, 1, ends), RandomAdapter(fixture, 2, ends, config={"use_dora": True}))
+    requests = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / f"{one.seed}"))) for one in some]
+    who = [requests[0], None, requests[1], requests[0], requests[1], None, requests[1]]
+    prompts = [list(prompt) for prompt in (fixture.prompts * 2)[: len(who)]]
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "max_loras": 1,
+        "enable_expert_parallel": True,
+        "mesh": mesh,
+        "dtype": "float32",
+    }
+    with tiny_llm(fixture.write_checkpoint(tmp_path / "model"), **options, speculation=False) as llm:
+        expected: dict[LoRARequest | None, list[list[int]]] = {None: greedy_tokens(llm, prompts)}
+        for request, one in zip(requests, some, strict=True):
+            llm.update_weights(one.merged())
+            expected[request] = greedy_tokens(llm, prompts)
+        llm.update_weights(fixture.weights())
+        for _ in range(2):
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=who)
+            for number, (output, request) in enumerate(zip(outputs, who, strict=True)):
+                assert output.outputs[0].token_ids == expected[request][number], number
+                assert (request is None) == (output.outputs[0].token_ids == expected[None][number])
+        assert all(replica.scheduler.lora_slots.digests for replica in llm.engine.replicas)
+        assert_idle(llm)
+
+
 def test_configs(checkpoint: Path) -> None:
     for options, error, message in (
         ({"max_lora_rank": 7}, ValueError, "max_lora_rank must be one of"),
         ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1}, ValueError, "at least max_loras"),
-        ({"enable_lora": True, "mesh": "2x1", "enable_expert_parallel": True}, NotImplementedError, "share experts"),
     ):
         with pytest.raises(error, match=message):
             LLM(model=str(checkpoint), **options)

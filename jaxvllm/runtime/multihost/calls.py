@@ -137,8 +137,7 @@ class ReadWeights:
 class FillAdapter:
     """Brings an adapter into its slot."""
 
-    packed: NDArray[np.int32]  # [words], made by `AdapterFills.packed`
-    slot: int
+    packed: NDArray[np.int32]  # [words], made by `AdapterFill.packed`
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,6 @@ _OWN_FIELDS: Mapping[type[Message], str] = {
     Read: "readout",
     SampleSome: "is_last",
     PlaceExperts: "layer",
-    FillAdapter: "slot",
 }
 _NO_WORDS = np.zeros(0, np.int32)
 

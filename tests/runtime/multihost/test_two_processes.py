@@ -132,7 +132,8 @@ def test_replicas_in_two_processes_share_experts_that_move(tmp_path: Path) -> No
 def test_an_adapter_comes_to_the_devices_of_both_processes(tmp_path: Path) -> None:
     fixture = Fixture.load(hosts_program.ADAPTED)
     model = fixture.write_checkpoint(tmp_path / "model")
-    adapter = RandomAdapter(fixture, seed=1).write(tmp_path / "adapter")
+    # Of DoRA: the ratios are computed where the layers are, half of them in the other process.
+    adapter = RandomAdapter(fixture, seed=1, config={"use_dora": True}).write(tmp_path / "adapter")
     with two_processes("adapt", str(model), str(adapter)) as both:
         with (
             quick_engines(),

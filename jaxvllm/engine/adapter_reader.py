@@ -1,0 +1,99 @@
+"""`AdapterReader`: makes adapters of files that PEFT has saved, and of trees of arrays as the engine has them."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvllm.core.errors import ParameterError
+from jaxvllm.core.lora import LoraAdapter
+from jaxvllm.engine.new_weights import checked_tree
+from jaxvllm.models.block import Block
+from jaxvllm.models.lora import LAYERS, RATIO, UP
+from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.peft import LowRank, PeftAdapter
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterReader:
+    """Reads adapters for one model, whose arrays `LoraArrays` makes. It keeps none of them."""
+
+    arrays: LoraArrays
+    tells_columns: bool  # whether the norms of the model's rows can be computed, which DoRA needs
+
+    def read(self, directory: Path, name: str) -> LoraAdapter:
+        """Reads the adapter of a directory. For errors see `PeftAdapter.read`."""
+        found = PeftAdapter.read(directory, self.arrays.sizes, self.arrays.rank, self.arrays.dtype, self.arrays.outside)
+        self._check_magnitudes(name, found.has_magnitudes)
+        return LoraAdapter(name, found.digest, self.arrays.of_adapter(found.modules), found.has_magnitudes)
+
+    def of_tree(self, tree: Mapping[str, Any], name: str) -> LoraAdapter:
+        """Returns the adapter of a tree like `LoraAdapter.arrays`. What only counts parts of matrices comes from here.
+
+        Raises ValueError for arrays that are missing, unexpected, of another shape or dtype, or not finite.
+        """
+        like = self._empty()
+        try:
+            given = checked_tree(tree, like, like_what="llm.lora_weights(lora_request)")
+        except ValueError as error:
+            raise ParameterError(f"the adapter {name!r}: {error}", "tensors") from error
+        arrays = jax.tree.map(np.array, given)  # the caller may write to its own
+        for path, array in jax.tree.leaves_with_path(arrays):
+            if not np.isfinite(array.astype(np.float32)).all():
+                where = jax.tree_util.keystr(path)
+                raise ParameterError(f"the adapter {name!r}: {where} has numbers that are not finite", "tensors")
+        self._put_parts(arrays, like)
+        has_magnitudes = any(array.any() for key, array in _in_layers(arrays) if key.startswith(RATIO))
+        self._check_magnitudes(name, has_magnitudes)
+        digest = hashlib.sha256(b"arrays of an engine")
+        for array in jax.tree.leaves(arrays):
+            digest.update(f"\n{array.dtype} {array.shape}\n".encode() + array.tobytes())
+        return LoraAdapter(name, digest.digest(), arrays, has_magnitudes)
+
+    def _empty(self) -> Any:
+        """Returns the arrays of an adapter that adds nothing, with the numbers of all parts."""
+        # A module may have several names, and rows that two of them would fill are summed.
+        modules = {(one.layer, one.matrix, one.part): (name, one) for name, one in self.arrays.modules.items()}
+        zeros = {
+            name: LowRank(np.zeros((1, module.in_size), np.float32), np.zeros((module.out_size, 1), np.float32))
+            for name, module in modules.values()
+            if module.layer is not None and _has_parts(self.arrays.spec.layers[module.layer], module.matrix)
+        }
+        return self.arrays.of_adapter(zeros)
+
+    def _put_parts(self, arrays: Any, like: Any) -> None:
+        """Gives B the numbers of parts, which are its last row where adapters multiply one by one."""
+        room = next(layer.lora for layer in self.arrays.spec.layers if layer.lora is not None)
+        if not room.one_by_one:
+            return
+        is_stacked = isinstance(arrays[LAYERS], dict)
+        for (key, array), (_, own) in zip(_in_layers(arrays), _in_layers(like), strict=True):
+            if key.startswith(UP):
+                ranks = 1 + room.slot_axis(key, is_stacked)  # the axis after that of slots
+                np.moveaxis(array, ranks, 0)[-1] = np.moveaxis(own, ranks, 0)[-1]
+
+    def _check_magnitudes(self, name: str, has_magnitudes: bool) -> None:
+        if has_magnitudes and not self.tells_columns:
+            raise NotImplementedError(
+                f"{name} is an adapter of DoRA, which needs the norms of the model's rows, and this checkpoint rounds "
+                "tokens with scales that it stores: serve one in 16 bits, or in FP8 with dynamic scales"
+            )
+
+
+def _has_parts(layer: Block, matrix: str) -> bool:
+    return layer.lora is not None and matrix in dict(layer.lora.parts)
+
+
+def _in_layers(arrays: Any) -> list[tuple[str, np.ndarray]]:
+    """Returns the arrays of an adapter's layers with their names, in one order for all adapters."""
+    layers = arrays[LAYERS]
+    return [
+        (key, array)
+        for layer in ([layers] if isinstance(layers, dict) else layers)
+        for key, node in sorted(layer.items())
+        for array in jax.tree.leaves(node)
+    ]
