@@ -217,7 +217,8 @@ class ExpertsFfn(ChoosingFfn):
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
         order = order_rows(expert, self.num_held, given.backend)
         own_rows, starts = order.rows[: num_tokens * min(each, self.num_held)], order.starts
-        tokens, adapters = own_rows // each, None
+        tokens = own_rows // each
+        adapters: RowAdapters | None = None
         if given.adapters is not None:
             adapters = given.adapters.of_rows(tokens, expert[own_rows], self.num_held, given.backend)
         rows = exchange.states(x, held, tokens)

@@ -266,7 +266,7 @@ class LoraArrays:
         """The names of the embedding and of the LM head, which may be adapted, too."""
         return frozenset(name for name, module in self.modules.items() if module.layer is None)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, ModuleSize]:
         """The sizes of the modules that may be adapted, by their names."""
         return {

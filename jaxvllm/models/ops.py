@@ -175,11 +175,11 @@ class AdaptedExperts:
         a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
         (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
         # Experts and slots become one dimension, for which nothing is moved.
-        downs, ups = (
+        flat_downs, flat_ups = (
             [{name: one.reshape(-1, *one.shape[2:]) for name, one in arrays.items()} for arrays in several]
             for several in (downs, ups)
         )
-        return form.add_low_rank(y, x, downs, ups, a.index, order, gating)
+        return form.add_low_rank(y, x, flat_downs, flat_ups, a.index, order, gating)
 
 
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
