@@ -53,7 +53,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
     [
         {},
         {"mesh": "1x2"},
-        {"mesh": "1x2", "enable_expert_parallel": True, "attention_backend": "reference"},
+        pytest.param(
+            {"mesh": "1x2", "enable_expert_parallel": True, "attention_backend": "reference"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["alone", "parts", "whole"],
 )
