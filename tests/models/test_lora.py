@@ -91,7 +91,6 @@ def read(adapter: RandomAdapter, directory: Path, arrays: LoraArrays) -> PeftAda
         ("llama", "kernel"),
         ("llama", "stacked"),
         ("deepseek_v3", "stacked"),
-        ("deepseek_v3", "kernel"),
         ("llama", "many slots"),
         ("llama", "many slots, stacked"),
     ],
