@@ -172,6 +172,7 @@ class AdaptedExperts:
         return self._by_kernel(x, y, adapters.order, gating)
 
     def _by_kernel(self, x: jax.Array, y: jax.Array, order: RowOrder, gating: Gating | None = None) -> jax.Array | None:
+        assert not isinstance(self.a, InStack) and not isinstance(self.b, InStack), "it reads no stacks of layers"
         a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
         (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
         # Experts and slots become one dimension, for which nothing is moved.
