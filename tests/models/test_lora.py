@@ -58,7 +58,7 @@ def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS, num_
 def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
     """The parameters with these adapters in these slots."""
     slots = arrays.empty(mesh_of(jax.devices()[0]))
-    fill = jax.jit(partial(fill_adapter, axes=SlotAxes.of(arrays.spec)))
+    fill = jax.jit(partial(fill_adapter, axes=SlotAxes.of(arrays.spec), is_shared=False))
     for number, adapter in adapters.items():
         one = arrays.of_adapter(adapter.modules)
         if adapter.has_magnitudes:
