@@ -23,7 +23,6 @@ from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.adapter_reader import AdapterReader
-from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves, PageMoves
 from jaxvllm.engine.page_traffic import PageTraffic
@@ -153,9 +152,12 @@ def build(
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     lora = _lora_arrays(config, resolved, forms)
     served = spec if lora is None else lora.spec  # with room for adapters
-    speculation = config.drafting
-    of_draft = resolved.draft_forms(backend, meshes[0].size)
-    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
+    drafting = None
+    if config.drafting is not None:
+        from jaxvllm.engine.drafting import Drafting  # 9 ms of imports, and few engines guess
+
+        of_draft = resolved.draft_forms(backend, meshes[0].size)
+        drafting = Drafting.of(config.drafting, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
