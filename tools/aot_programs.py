@@ -355,16 +355,16 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _attention_cases(backend: Backend) -> tuple[RaggedCase, ...]:
     """Returns the cases of attention whose programs differ.
 
-    A GPU's kernels for heads of one kind are the same for all batches that are served: on H200 and B200 each took as
-    many registers, spills and bytes of shared memory for 1 row as for 256, of 512 to 32,768 tokens
-    (aot-2026-11-21-1712b10). So they have the largest batch of each kind. A TPU's kernels have buffers by rows.
+    Of batches that are served, a kernel for heads of one kind is compiled for those that change it. On H200 and B200
+    each took as many registers, spills and bytes of shared memory for 1 row as for 256, of 512 to 32,768 tokens; on
+    TPUs the number of tokens changed what it took of VMEM, and the context by 11% at most and spills never
+    (aot-2026-11-21-1712b10).
     """
-    if backend.kind == "tpu":
-        return (*CASES, *SERVING)
-    largest: dict[tuple[bool, RaggedCase], RaggedCase] = {}
+    largest: dict[tuple[bool, int, RaggedCase], RaggedCase] = {}
     latents = tuple(case for case in SERVING if case.latent_size is not None)
     for case in SERVING:
-        kind = case.is_decode, replace(case, name="", num_tokens=0, rows=())
+        size = case.num_tokens if backend.kind == "tpu" else 0
+        kind = case.is_decode, size, replace(case, name="", num_tokens=0, rows=())
         if case.latent_size is None and (kind not in largest or case.num_tokens >= largest[kind].num_tokens):
             largest[kind] = case
     cases = (*CASES, *largest.values(), *latents)
