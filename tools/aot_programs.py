@@ -355,9 +355,9 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _attention_cases(backend: Backend) -> tuple[RaggedCase, ...]:
     """Returns the cases of attention whose programs differ.
 
-    Of batches that are served, a kernel for heads of one kind is compiled for those that change it. On H200 and B200
-    each took as many registers, spills and bytes of shared memory for 1 row as for 256, of 512 to 32,768 tokens; on
-    TPUs the number of tokens changed what it took of VMEM, and the context by 11% at most and spills never
+    A kernel for heads of one kind is compiled for those batches of `SERVING` that change it. On H200 and B200 each took
+    as many registers, spills and bytes of shared memory for 1 row as for 256, of 512 to 32,768 tokens. On TPUs the
+    number of tokens changed what it took of VMEM, and the context changed that by 11% at most and spills never
     (aot-2026-11-21-1712b10).
     """
     largest: dict[tuple[bool, int, RaggedCase], RaggedCase] = {}
