@@ -119,7 +119,9 @@ def small_process() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
+        gc.unfreeze()  # what was alive when a command had its imports, and is not any more
         gc.collect()
+        gc.freeze()
         ctypes.CDLL(None).malloc_trim(0)
 
 

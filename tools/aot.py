@@ -1,7 +1,8 @@
 """Compiles every kernel and the engine's step for TPUs and GPUs that are not here, and reports their needs: `make aot`.
 
-Each chip has a process of its own, in the environment .aot, which has the compilers. A compiler's fatal error ends that
-process, and fails the current program. A new process goes on with the next.
+Each chip has two processes, one after the other, in the environment .aot, which has the compilers: one for kernels
+alone, and one for steps. A compiler's fatal error ends its process, and fails the current program. A new process goes
+on with the next.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import distributions
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.result_files import ROOT, machine, write_record
 from pallas_kernels.chips import CHIPS
-from tools.aot_outcome import HEADER, KINDS, Kind, Outcome
+from tools.aot_outcome import HEADER, PROCESSES, Kind, Outcome
 from tools.kernel_resources import dump_environment
 
 AOT = ROOT / ".aot"
@@ -37,23 +39,35 @@ START_SECONDS = 180.0
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.aot", description=__doc__)
     parser.add_argument("chips", nargs="*", metavar="CHIP", help=f"some of {', '.join(CHIPS)}; none: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many chips at once (%(default)s)")
     parser.add_argument("--record", action="store_true", help="write the table to benchmarks/results")
     arguments = parser.parse_args()
     about = machine()
-    outcomes: dict[str, list[Outcome]] = {}
-    for chip in arguments.chips or CHIPS:
-        print(f"\n{chip}\n{HEADER}", flush=True)
-        outcomes[chip] = []
-        for outcome in chain.from_iterable(compile_for(chip, (kind,)) for kind in KINDS):
-            print(outcome.row(), flush=True)
-            outcomes[chip].append(outcome)
+    chips = arguments.chips or list(CHIPS)
+    print(HEADER, flush=True)
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        outcomes = dict(zip(chips, threads.map(compile_chip, chips), strict=True))
     every = [outcome for results in outcomes.values() for outcome in results]
     counts = {status: sum(outcome.status == status for outcome in every) for status in ("ok", "refused", "failed")}
-    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()) + f"; {_minutes(every)}")
     if arguments.record:
-        chips = {chip: [asdict(outcome) for outcome in results] for chip, results in outcomes.items()}
-        print(write_record("aot", about, {"compilers": compiler_versions(), "chips": chips}))
+        found = {chip: [asdict(outcome) for outcome in results] for chip, results in outcomes.items()}
+        print(write_record("aot", about, {"compilers": compiler_versions(), "chips": found}))
     sys.exit(0 if counts["ok"] == len(every) > 0 else 1)
+
+
+def compile_chip(chip: str) -> list[Outcome]:
+    """Compiles all programs for `chip`, and prints a line of the table for each."""
+    outcomes = []
+    for outcome in chain.from_iterable(compile_for(chip, kinds) for kinds in PROCESSES):
+        print(outcome.row(chip), flush=True)
+        outcomes.append(outcome)
+    print(f"{chip}: {len(outcomes)} programs, {_minutes(outcomes)}", flush=True)
+    return outcomes
+
+
+def _minutes(outcomes: Sequence[Outcome]) -> str:
+    return f"{sum(outcome.cpu_seconds for outcome in outcomes) / 60:.1f} minutes of CPU, beside the starts of processes"
 
 
 def compiler_versions() -> dict[str, str]:
@@ -120,6 +134,8 @@ class Worker:
         if line is None:
             return Outcome(program, "failed", MAX_SECONDS, f"not compiled after {MAX_SECONDS:.0f} s")
         code = self._process.wait()
+        if code == -signal.SIGINT:  # typed by a user, who does not want the next program either
+            raise KeyboardInterrupt
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         message = f"the compiler ended its process, {how}: {self._last_words()}"
         return Outcome(program, "failed", time.monotonic() - start, message)

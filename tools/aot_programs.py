@@ -244,12 +244,15 @@ LATENT = StepModel(
 LATENT_FORMS = ("decode", "mixed")
 # The layers of Llama 3 70B, whose smallest matrix takes 128 MiB in 16 bits, 32 in int4, and 64 in FP8.
 QUANTIZED_FORMS = ("decode", "mixed")
-# The step is compiled with kernels on chips that have some, and once of either kind with the reference.
-REFERENCE_STEP_CHIPS = ("h200", "v5e")
-# GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs.
-ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000", "gb10")
+# One chip of each compiler has all forms of the step, alone and on two devices, and some with the reference. The others
+# have those whose kernels are their own, on two devices: what is around the kernels is the same.
+ALL_STEPS = ("h200", "v5e")
+FEW_STEPS = ("decode", "mixed", "sample")
+# GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs. A
+# GB10 differs from an RTX PRO 6000 in nothing else, either.
+ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000")
 # Attention has three ways to copy on GPUs whose matrix units work for a warp, and on an A100 blocks of twice as many
-# tokens and no instruction for float8. The others are like one of these.
+# tokens and no instruction for float8. The others are like one of these, and so are their steps.
 ALL_OF_ATTENTION = ("h200", "b200", "t4", "a100", "l4", "pro6000")
 # The others have these, whose tiles depend on such numbers.
 SOME_PROGRAMS = (
@@ -261,8 +264,6 @@ SOME_PROGRAMS = (
     "states/qwen3-next-decode-64/",
     "step/decode-int4/",
 )
-# Where matrix units work for a warp, few steps are compiled, for the kernels in them: what is around them is the same.
-FEW_STEPS = ("decode", "mixed", "sample")
 # On more devices, a weight's share would no longer be larger than the workspace beside it.
 STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 # In stages too, the forms whose layers run in a loop within another loop, where compilers might copy. Not of NARROW:
@@ -298,7 +299,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
     """
     every = _programs(chip, kind)
-    if isinstance(chip, TpuChip) or chip.name in (ALL_OF_ATTENTION if kind == "attention" else ALL_OF_GENERATION):
+    has_all = ALL_OF_ATTENTION if kind in ("attention", "step") else ALL_OF_GENERATION
+    if isinstance(chip, TpuChip) or chip.name in has_all:
         return every
     return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
 
@@ -306,9 +308,9 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
     has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
-    has_all_steps = isinstance(chip, TpuChip) or not takes_warps(chip)
+    has_stages = isinstance(chip, TpuChip) or not takes_warps(chip)
     if kind == "attention":
-        return tuple(_attention_program(case, backend) for case in (*CASES, *SERVING))
+        return tuple(_attention_program(case, backend) for case in _attention_cases(backend))
     if kind == "experts":
         return tuple(_experts_program(case, backend) for case in EXPERTS_SERVING) if has_copy_engine else ()
     if kind == "quantized":
@@ -325,13 +327,16 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
             *(_scan_program(case, backend) for case in scans),
             *(_delta_program(case, backend) for case in STATES_SERVING),
         )
-    backends = {backend, REFERENCE} if chip.name in REFERENCE_STEP_CHIPS else {backend}
+    forms = WIDE.forms if chip.name in ALL_STEPS else FEW_STEPS
     wide = tuple(
         _step_program(WIDE, form, backend, mesh)
-        for backend in sorted(backends, key=lambda backend: backend.kind)
-        for form in (WIDE.forms if has_all_steps else FEW_STEPS)
-        for mesh in (*STEP_MESHES, *([STAGES] if form in STAGED_FORMS and has_all_steps else []))
+        for form in forms
+        for mesh in (STEP_MESHES if chip.name in ALL_STEPS else STEP_MESHES[1:])
     )
+    if has_stages:
+        wide += tuple(_step_program(WIDE, form, backend, STAGES) for form in STAGED_FORMS)
+    if chip.name in ALL_STEPS:
+        wide += tuple(_step_program(WIDE, form, REFERENCE, MeshShape(1, 1)) for form in STAGED_FORMS)
     # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
     quantizations = ("int4", "fp8_w8a8") if isinstance(chip, GpuChip) else ("int4",)
     wide += tuple(
@@ -339,12 +344,34 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for quantization in quantizations
         for form in QUANTIZED_FORMS
     )
-    if has_all_steps:
+    if has_stages:
         wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
     narrow = [(NARROW, form) for form in NARROW.forms if isinstance(chip, TpuChip) and form != "suffix-learns"]
     return wide + tuple(_step_program(model, form, backend, MeshShape(1, 1)) for model, form in narrow + experts)
+
+
+def _attention_cases(backend: Backend) -> tuple[RaggedCase, ...]:
+    """Returns the cases of attention whose programs differ.
+
+    A kernel for heads of one kind is compiled for those batches of `SERVING` that change it. On H200 and B200 each took
+    as many registers, spills and bytes of shared memory for 1 row as for 256, of 512 to 32,768 tokens. On TPUs the
+    number of tokens changed what it took of VMEM, and the context changed that by 11% at most and spills never
+    (aot-2026-11-21-1712b10).
+    """
+    largest: dict[tuple[bool, int, RaggedCase], RaggedCase] = {}
+    latents = tuple(case for case in SERVING if case.latent_size is not None)
+    for case in SERVING:
+        size = case.num_tokens if backend.kind == "tpu" else 0
+        kind = case.is_decode, size, replace(case, name="", num_tokens=0, rows=())
+        if case.latent_size is None and (kind not in largest or case.num_tokens >= largest[kind].num_tokens):
+            largest[kind] = case
+    cases = (*CASES, *largest.values(), *latents)
+    # What plain XLA makes of latents is the same before Hopper and on desks, and an A100 has it.
+    chip = backend.chip
+    has_latents = not isinstance(chip, GpuChip) or not takes_warps(chip) or chip.name == "a100"
+    return tuple(case for case in cases if case.latent_size is None or has_latents)
 
 
 def _attention_program(case: RaggedCase, backend: Backend) -> Program:

@@ -23,7 +23,6 @@ from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.engine.adapter_reader import AdapterReader
-from jaxvllm.engine.drafting import Drafting
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves, PageMoves
 from jaxvllm.engine.page_traffic import PageTraffic
@@ -38,6 +37,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.families import find_family
 from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
+from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.lora import LORA
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Params
@@ -142,6 +142,7 @@ def build(
     spec = resolved.spec
     _log_costs(Spread.on(spec, meshes[0]))
     backend = Backend.of_device(config.attention_backend, device, resolved.dtype)
+    _log_large_groups(Spread.on(spec, meshes[0]), backend)
     if backend.kind == "gpu" and backend.interpret and meshes[0].size > 1:
         # Its devices find each other's barriers in the one shared memory that it has (jax 0.11.2).
         raise NotImplementedError("attention backend interpret-gpu runs on one device: use interpret, or a mesh of Dx1")
@@ -153,9 +154,12 @@ def build(
     forms = resolved.forms(backend, meshes[0].size, shards=config.mesh_shape.model)
     lora = _lora_arrays(config, resolved, forms)
     served = spec if lora is None else lora.spec  # with room for adapters
-    speculation = config.drafting
-    of_draft = resolved.draft_forms(backend, meshes[0].size)
-    drafting = None if speculation is None else Drafting.of(speculation, resolved, directory, of_draft)
+    drafting = None
+    if config.drafting is not None:
+        from jaxvllm.engine.drafting import Drafting  # 9 ms of imports, and few engines guess
+
+        of_draft = resolved.draft_forms(backend, meshes[0].size)
+        drafting = Drafting.of(config.drafting, resolved, directory, of_draft)
     proposer = None if drafting is None else drafting.proposer
     seqs, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
     defaults = GenerationDefaults.read(directory, config.generation_config, config.override_generation_config)
@@ -333,6 +337,17 @@ def _log_costs(spread: Spread) -> None:
     if len(set(spread.parts)) > 1:
         text = "stages: they have %s layers, and each has memory for the most of a kind that one of them has"
         logger.info(text, ", ".join(str(len(layers)) for layers in spread.stage_layers))
+
+
+def _log_large_groups(spread: Spread, backend: Backend) -> None:
+    """Logs where more query heads share a KV head than the kernels take."""
+    for attention in dict.fromkeys(layer.attention for layer in spread.shard.layers):
+        memory = attention.memory(None)
+        if not isinstance(memory, KeysAndValues):
+            continue
+        if memory.attention_backend(attention.num_heads, backend) != memory.backend(backend):
+            text = "query heads: %d share a KV head, more than the %s kernels take: plain XLA attends"
+            logger.info(text, attention.num_heads // memory.num_kv_heads, backend.kind)
 
 
 def _load(

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from jaxvllm.engine.engine_stats import engine_stats
 from jaxvllm.engine.engine_weights import EngineWeights
 from jaxvllm.engine.exported_request import ExportedRequest
 from jaxvllm.engine.input_processor import InputProcessor
-from jaxvllm.engine.kv_event_publisher import open_publishers
 from jaxvllm.engine.live_request import is_watched
 from jaxvllm.engine.multihost import lead
 from jaxvllm.engine.new_weights import WeightSource
@@ -43,6 +42,9 @@ from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
 from jaxvllm.text.prompts import PromptLike
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +67,12 @@ class Engine:
         `burst_seconds`: the longest that several decode steps in one program may take, and a new request may wait.
         """
         # First, because a port that is in use should be told before a model is loaded.
-        self._publishers = open_publishers(
-            config.kv_events, config.mesh_shape.data, config.page_size, config.data_parallel_rank
-        )
+        self._publishers: tuple[KVEventPublisher, ...] = ()
+        if config.kv_events is not None:
+            from jaxvllm.engine.kv_event_publisher import open_publishers  # ZeroMQ takes 8 ms
+
+            sizes = config.mesh_shape.data, config.page_size, config.data_parallel_rank
+            self._publishers = open_publishers(config.kv_events, *sizes)
         try:
             parts = lead(config, logits_processors)
         except BaseException:

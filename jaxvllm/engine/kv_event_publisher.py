@@ -83,14 +83,12 @@ class KVEventPublisher:
 
 
 def open_publishers(
-    config: KVEventsConfig | None, num_replicas: int, page_size: int, first_rank: int = 0
+    config: KVEventsConfig, num_replicas: int, page_size: int, first_rank: int = 0
 ) -> tuple[KVEventPublisher, ...]:
-    """Opens the sockets of all replicas, whose ranks begin at `first_rank`. There are none where nobody wants events.
+    """Opens the sockets of all replicas, whose ranks begin at `first_rank`.
 
     Raises ValueError when an endpoint is wrong.
     """
-    if config is None:
-        return ()
     with ExitStack() as undo:
         opened: list[KVEventPublisher] = []
         for rank in range(first_rank, first_rank + num_replicas):

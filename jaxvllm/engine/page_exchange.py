@@ -22,8 +22,6 @@ from jaxvllm.kv_transfer.file_connector import FileConnector
 from jaxvllm.kv_transfer.host_connector import HostConnector
 from jaxvllm.kv_transfer.page_format import PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
-from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
-from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTransport
 from jaxvllm.model_name import resolve
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -90,24 +88,30 @@ def make_connector(
         case "files":
             connector = FileConnector(Path(config.storage_path).expanduser(), form)
         case "peer":
-            transport: PageTransport = TcpTransport(form)
-            if config.stays_on_devices:
-                if _LOOPBACK.fullmatch(config.kv_ip) is None:
-                    logger.warning(
-                        "transport device listens on %s, where jax takes connections from anybody: whoever can reach "
-                        "this address can end this engine with a few bytes, and only the network keeps them away",
-                        config.kv_ip,
-                    )
-                transport = DeviceTransport(form, like, config.kv_ip)
-            memory = PageMemory(config.memory_bytes)
-            connector = PeerConnector(_peer_options(config, rank), memory, form.page_size, transport)
+            connector = _peer_connector(config, form, like, rank)
     return connector if config.saves and config.loads else OneWay(connector, config.saves)
 
 
-def _peer_options(config: KVTransferConfig, rank: int) -> PeerOptions:
+def _peer_connector(
+    config: KVTransferConfig, form: PageFormat, like: Sequence[jax.ShapeDtypeStruct], rank: int
+) -> KVConnector:
+    # Imported here, because ZeroMQ and what jax has for transfers take 10 ms of each start.
+    from jaxvllm.kv_transfer.peer_connector import PeerConnector, PeerOptions
+    from jaxvllm.kv_transfer.transports import DeviceTransport, PageTransport, TcpTransport
+
+    transport: PageTransport = TcpTransport(form)
+    if config.stays_on_devices:
+        if _LOOPBACK.fullmatch(config.kv_ip) is None:
+            logger.warning(
+                "transport device listens on %s, where jax takes connections from anybody: whoever can reach "
+                "this address can end this engine with a few bytes, and only the network keeps them away",
+                config.kv_ip,
+            )
+        transport = DeviceTransport(form, like, config.kv_ip)
     extra = dict(config.kv_connector_extra_config)
     for name in ("cpu_bytes_to_use", "device_bytes_to_use", "transport"):
         extra.pop(name, None)
     name = config.engine_id or uuid.uuid4().hex
     port = config.kv_port + rank if config.kv_port else 0
-    return PeerOptions(engine_id=name, host=config.kv_ip, port=port, **extra)
+    options = PeerOptions(engine_id=name, host=config.kv_ip, port=port, **extra)
+    return PeerConnector(options, PageMemory(config.memory_bytes), form.page_size, transport)

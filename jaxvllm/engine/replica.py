@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from jaxvllm.core.step_plan import StepOutput, StepPlan
 from jaxvllm.core.weight_version import WeightVersion
 from jaxvllm.engine.decode_pace import DecodeChoice, DecodePace, DecodeTime
 from jaxvllm.engine.expert_balancer import ExpertBalancer
-from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 from jaxvllm.engine.output_processor import OutputProcessor
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.engine.page_traffic import PageTraffic
@@ -25,6 +25,9 @@ from jaxvllm.engine.stats import StepReport
 from jaxvllm.engine.step_recorder import StepNotes, StepRecorder
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.plan_runner import HeldStep, InFlight, PlanRunner
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.kv_event_publisher import KVEventPublisher
 
 # Steps on the device before the host must have read the oldest's output. With two, the device computes step N + 1
 # while the host reads step N and plans step N + 2. With one, each waits for the other.
@@ -68,7 +71,7 @@ class Replica:
         runner: PlanRunner,
         pace: DecodePace,
         traffic: PageTraffic | None = None,
-        publisher: KVEventPublisher | None = None,
+        publisher: "KVEventPublisher | None" = None,
         depth: int = DEPTH,
         balancer: ExpertBalancer | None = None,
     ):

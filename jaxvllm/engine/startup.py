@@ -42,15 +42,18 @@ class StartupReport:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keeps Python's garbage collector away from the block, in all threads.
+    """Keeps Python's garbage collector away from the block, in all threads, and for good from what there is at its end.
 
-    Imports make objects that stay, and so does an engine: to import one took 0.90 s, and takes 0.78 (jax 0.11.2).
+    Imports make objects that stay, and so does an engine: to import one took 0.90 s, and takes 0.78 (jax 0.11.2). The
+    first collection afterwards would visit all of them: 160,000 objects of the demo model, 0.08 s before the first
+    token. In a server each full collection took 70 to 130 ms every ten seconds, and no request went on meanwhile.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 

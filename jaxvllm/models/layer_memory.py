@@ -91,6 +91,13 @@ class KeysAndValues:
     def backend(self, backend: Backend) -> Backend:
         return backend_for(self.head_size, backend, self.latent_size)
 
+    def attention_backend(self, num_heads: int, backend: Backend) -> Backend:
+        """Returns the backend that attends with `num_heads` query heads: plain XLA where kernels take no such groups.
+
+        It reads the pages of kernels, so `backend` tells nothing of it.
+        """
+        return backend_for(self.head_size, backend, self.latent_size, num_heads // self.num_kv_heads)
+
     def pages(
         self,
         num_layers: int,

@@ -19,7 +19,7 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.expert_loads import LoadShape
 from jaxvllm.runtime.side_rows import SideShape
 from jaxvllm.runtime.slot_fields import SlotSizes
-from jaxvllm.runtime.state import DeviceState, new_state
+from jaxvllm.runtime.state import DeviceState, state_shapes
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import NO_WINDOW, AbstractPages, KVPages, KVQuantization
 from sharding.placement import of_replicas, place
@@ -261,8 +261,7 @@ class CacheShape:
 
         Every device of a replica has the whole state of it.
         """
-        state = jax.eval_shape(partial(new_state, self.sizes(spec)))
-        return jax.tree.map(lambda x: of_replicas(mesh, x.shape, x.dtype), state)
+        return jax.tree.map(lambda x: of_replicas(mesh, x.shape, x.dtype), state_shapes(self.sizes(spec)))
 
     def _page_bytes(self, group: LayerGroup) -> int:
         """Returns the bytes of a page of all layers of a group."""

@@ -64,6 +64,7 @@ from jaxvllm.runtime.readouts import DEVICE_READOUTS, Forwarded
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, SamplerOptions
 from jaxvllm.runtime.side_rows import store_side_rows
+from jaxvllm.runtime.slot_fields import SlotSizes
 from jaxvllm.runtime.state import (
     RECALL_WORDS,
     DeviceState,
@@ -77,7 +78,7 @@ from jaxvllm.runtime.state import (
 )
 from jaxvllm.runtime.step_program import StepCompiler
 from jaxvllm.runtime.token_mask import pack_masks, store_masks
-from jaxvllm.runtime.untouched import untouched
+from jaxvllm.runtime.untouched import register_untouched, untouched
 from pallas_kernels.backend import Backend
 from pallas_kernels.ragged_paged_attention import codes_of
 from sharding.axis import EachReplica
@@ -124,16 +125,13 @@ class Runner(PlanRunner):
         self.side = shape.side
         self.num_replicas = mesh.shape[DATA]
         self._replica_devices = mesh.size // self.num_replicas
-        # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self.overhead = step_overhead(on_cpu=mesh.devices.flat[0].platform == "cpu")
         self._is_on_host = mesh.devices.flat[0].platform == "cpu"
+        # Interpreted kernels compute in NumPy, which warns where memory that was never written happens to hold NaN.
         self._pages_grow = self._is_on_host and not backend.interpret
-        self._new_pages: Callable[[], KVCachePages] = (
-            (lambda: jax.tree.map(partial(untouched, mesh=mesh), pages))
-            if self._pages_grow
-            else make_program(_filling(partial(_zeros, _without_places(pages)), pages, mesh))
-        )
-        self._kv_pages: KVCachePages = self._new_pages()
+        if self._pages_grow:
+            register_untouched()
+        self._kv_pages: KVCachePages
         self._state: DeviceState
         self._forwarded: Forwarded | None = None  # of a step whose second half is held back
         self._loads: jax.Array | None = None  # of experts, that were taken last
@@ -190,13 +188,14 @@ class Runner(PlanRunner):
             rarely.append(self._fill_side_rows)
         with ThreadPoolExecutor(1) as other:
             # Beside the steps, whose tracing leaves a core free: 0.2 s of the CPU.
-            fill_state = Recipe(partial(new_state, self.sizes), (), mesh, out_specs=OF_REPLICAS)
-            new_state_later = other.submit(make_program, fill_state)
+            begin = partial(_new_cache, _of_a_device(pages), self.sizes, pages_grow=self._pages_grow)
+            places = jax.tree.map(lambda x: x.sharding.spec, pages), OF_REPLICAS
+            new_cache_later = other.submit(make_program, Recipe(begin, (), mesh, out_specs=places))
             admit_later = other.submit(compile_update, partial(admit, sizes=self.sizes), Admit)
             afterwards = (*rarely, compiler.compile_readouts)
             self.programs = Programs(ladder, compiler.compile, yields, afterwards)
-            self._new_state, self._admit = new_state_later.result(), admit_later.result()
-        self._state = self._new_state()
+            self._new_cache, self._admit = new_cache_later.result(), admit_later.result()
+        self._kv_pages, self._state = self._new_cache()
 
     def part(self, result: StepResult, replica: int) -> StepResult:
         """Returns the part of the result that one of several replicas has, as if it had computed alone."""
@@ -437,8 +436,7 @@ class Runner(PlanRunner):
                 self._params = self._params | {LORA: self._adapter_fills.empty()}
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
-                self._kv_pages = self._new_pages()
-                self._state = self._new_state()
+                self._kv_pages, self._state = self._new_cache()
             case Close():
                 self.programs.close()
                 self._params = self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]
@@ -480,17 +478,15 @@ def _bytes_on_a_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
-def _filling(make: Callable[[], Any], like: Any, mesh: Mesh) -> Recipe:
-    """Returns the recipe of `make`, whose arrays come up where those of `like` are: nothing is sent."""
-    return Recipe(make, (), mesh, out_shardings=jax.tree.map(lambda x: x.sharding, like))
+def _of_a_device(pages: AbstractCachePages) -> AbstractCachePages:
+    """Returns the shapes and dtypes that one device has of pages."""
+    own: AbstractCachePages = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), pages
+    )
+    return own
 
 
-def _without_places(pages: AbstractCachePages) -> AbstractCachePages:
-    """Returns the shapes and dtypes alone, by which a program that makes such arrays is known."""
-    shapes: AbstractCachePages = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pages)
-    return shapes
-
-
-def _zeros(structs: AbstractCachePages) -> KVCachePages:
-    zeros: KVCachePages = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-    return zeros
+def _new_cache(pages: AbstractCachePages, sizes: SlotSizes, pages_grow: bool) -> tuple[KVCachePages, DeviceState]:
+    """Returns what one device has of the pages and the slot states of an engine without requests."""
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
+    return (untouched if pages_grow else zeros)(pages), new_state(sizes)

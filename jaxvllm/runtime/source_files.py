@@ -11,8 +11,8 @@ def source_files(directory: Path) -> list[Path]:
     files = []
     for folder, folders, names in os.walk(directory):  # pathlib's own walk takes twice as long
         folders[:] = [name for name in folders if name != "__pycache__"]
-        files += [Path(folder, name) for name in names]
-    return sorted(files)
+        files += [f"{folder}{os.sep}{name}" for name in names]
+    return [Path(file) for file in sorted(files)]  # to compare paths took 4 ms, a sixth of the digest
 
 
 def digest_of(files: Iterable[Path], root: Path) -> str:

@@ -7,7 +7,7 @@ Only the suffix index, the side store and the loads of experts belong to no slot
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -60,6 +60,13 @@ def new_state(sizes: SlotSizes) -> DeviceState:
     if sizes.loads is not None:
         state |= sizes.loads.new()
     return state if sizes.side is None else state | sizes.side.new()
+
+
+@cache
+def state_shapes(sizes: SlotSizes) -> DeviceState:
+    """Returns the shapes and dtypes of `new_state`. Tracing it takes 7 ms, and a start asks several times."""
+    shapes: DeviceState = jax.eval_shape(partial(new_state, sizes))
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -209,4 +216,4 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 def state_bytes(sizes: SlotSizes) -> int:
     """Returns how many bytes of each device the slot state takes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(partial(new_state, sizes)).values())
+    return sum(x.size * x.dtype.itemsize for x in state_shapes(sizes).values())

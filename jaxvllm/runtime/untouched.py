@@ -5,11 +5,10 @@ at start, although a few requests fill only a tenth of it.
 """
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 _TARGET = "jaxvllm_untouched"
 # XLA's FFI, version 0.4 (xla/ffi/api/c_api.h, which jaxlib brings).
@@ -17,25 +16,18 @@ _VERSION = (0, 4)
 _METADATA_EXTENSION = 1
 
 
-def untouched(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.Array:
-    """Returns an array like `struct`, spread over the CPU devices of `mesh`. Its values are arbitrary.
+def untouched(structs: Any) -> Any:
+    """Returns arrays like a tree of shapes and dtypes, in a function that is traced for CPUs. Any value may be in them.
 
-    The first call for such an array compiles a program, which takes some milliseconds.
+    `register_untouched` must have been called before such a program is compiled or loaded.
     """
-    array: jax.Array = _program(struct, mesh)()
-    return array
+    return jax.tree.map(lambda shape: jax.ffi.ffi_call(_TARGET, shape)(), structs)
 
 
 @cache
-def _program(struct: jax.ShapeDtypeStruct, mesh: Mesh) -> Callable[[], jax.Array]:
-    _register()
-    axes = struct.sharding.spec
-    shard = jax.ShapeDtypeStruct(struct.sharding.shard_shape(struct.shape), struct.dtype)
-    make = jax.ffi.ffi_call(_TARGET, shard)
-    traced = jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=axes, check_vma=False)).trace()
-    # Kept compiled: jax.clear_caches() would forget it, and an engine that wakes up compiles nothing.
-    program: Callable[[], jax.Array] = traced.lower().compile()
-    return program
+def register_untouched() -> None:
+    """Tells XLA what programs with `untouched` arrays call."""
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_leave_untouched), platform="cpu")
 
 
 class _Extension(ctypes.Structure):
@@ -65,14 +57,9 @@ class _CallFrame(ctypes.Structure):
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))
 def _leave_untouched(frame):  # type: ignore[no-untyped-def]
-    """Leaves the output as it was allocated, tells XLA the version when it asks, and returns None for no error."""
+    """Leaves the outputs as they were allocated, tells XLA the version when it asks, and returns None for no error."""
     extension = frame.contents.extension
     if extension and extension.contents.base.kind == _METADATA_EXTENSION:
         version = extension.contents.metadata.contents.version
         version.major, version.minor = _VERSION
     return None
-
-
-@cache
-def _register() -> None:
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_leave_untouched), platform="cpu")

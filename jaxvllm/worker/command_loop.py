@@ -61,15 +61,13 @@ def serve(address: str | Address) -> bool:
                 return True
             with uncollected():
                 engine = Engine(start.config, SERVING_SECONDS)
+                # What tracing has left must not be kept for good. A warm start has little: 5 ms.
+                gc.collect()
         except (ValueError, NotImplementedError, OSError, ImportError, MemoryError, RuntimeError) as error:
             logger.debug("the engine could not be built", exc_info=True)
             usage = isinstance(error, ValueError | NotImplementedError | OSError)
             socket.send(wire.encode(wire.Failed(" ".join(str(error).split()) or type(error).__name__, usage)))
         else:
-            # A full collection visits all that jax and the programs have made: 141,000 objects of the demo model, which
-            # took 70 to 130 ms every ten seconds, and no request went on meanwhile. They live as long as the engine.
-            gc.collect()
-            gc.freeze()
             CommandLoop(engine, start.limits, socket).run()
         return start.config.has_others
 

@@ -24,7 +24,8 @@ from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.state import state_bytes
 from jaxvllm.runtime.step_program import StepCompiler
-from pallas_kernels.backend import Backend
+from pallas_kernels.backend import REFERENCE, Backend
+from pallas_kernels.chips import chip_named
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, replica_meshes
 from tests.engine.tiny import GREEDY, assert_idle, one_program, random_prompts, tiny_llm
@@ -175,6 +176,32 @@ def test_heads_that_do_not_divide_are_told(caplog: pytest.LogCaptureFixture) -> 
         "KV heads: 1 over 4 devices, so there are 4 copies of each, and pages take 4 times the memory",
         "query heads: 7 over 4 devices, so they take the time and memory of 8",
     ]
+
+
+def test_large_groups_of_heads_are_told_where_kernels_do_not_take_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "jaxvllm")
+    config = {"architectures": ["FalconForCausalLM"], "vocab_size": 1024, "num_hidden_layers": 2}
+    falcon, llama = (model_spec(of, None) for of in (config, Fixture.load("llama").config))
+    gpus = [Backend("gpu", chip_named(name)) for name in ("t4", "l4", "h200")]
+    # Two devices have a copy of the KV head each, and 36 query heads.
+    for spread, backends in (
+        (Spread(falcon), (REFERENCE, Backend("tpu", chip_named("v6e")))),
+        (Spread(falcon, 2), gpus),
+        (Spread(llama), gpus),
+    ):
+        for backend in backends:
+            build._log_large_groups(spread, backend)
+    assert not caplog.messages
+    for backend in gpus:
+        build._log_large_groups(Spread(falcon), backend)
+    # An engine says so before it reads a weight, and here is none.
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has neither model.safetensors nor"):
+        tiny_llm(tmp_path, attention_backend="interpret-gpu", dtype="float16")
+    told = [message for message in caplog.messages if message.startswith("query heads")]
+    assert told == ["query heads: 71 share a KV head, more than the gpu kernels take: plain XLA attends"] * 4
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A start says where its time went, and leaves nothing out."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from jaxvllm import SamplingParams
 from jaxvllm.engine import startup
-from jaxvllm.engine.startup import StartPhase, StartupClock
+from jaxvllm.engine.startup import StartPhase, StartupClock, uncollected
 from jaxvllm.runtime.programs import Programs
 from tests.engine.tiny import tiny_llm
 from tests.quick import rare_programs
@@ -29,6 +30,14 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     monkeypatch.setattr(startup, "time", time)
     monkeypatch.setattr(startup, "seconds_since_process_start", lambda: 2.0)
     return time
+
+
+def test_the_collector_never_visits_what_a_start_has_made() -> None:
+    before = gc.get_freeze_count()
+    with uncollected():
+        assert not gc.isenabled()
+        made = [[number] for number in range(1000)]
+    assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
 
 
 def test_every_second_is_in_one_phase(time: Time) -> None:

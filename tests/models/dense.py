@@ -1,9 +1,11 @@
 """Attention of one sequence over itself, dense: the plainest `attend` there is, to check the decoder with."""
 
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvllm.models.decoder import forward, project_logits
 from jaxvllm.models.layer_input import LayerInput
@@ -97,3 +99,14 @@ def dense_logits(params: Any, spec: ModelSpec, tokens: list[int] | jax.Array, ax
     cache = dense_cache(spec, len(tokens))
     hidden, _ = forward(params, spec, ids, positions, cache, dense_attend, axis, dense_recur)
     return project_logits(params, spec, hidden)
+
+
+def exact_logits(params: Any, spec: ModelSpec, tokens: list[int]) -> jax.Array:
+    """f64[T, V]: the logits of parameters in float32 without rounding, because what names float32 gets float64.
+
+    Two programs in float32 are up to twice as far from each other as each is from these. Constants stay in float32.
+    """
+    widened = mock.patch.object(jnp, "float32", jnp.float64)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), widened:
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == np.float32 else x, params)
+        return dense_logits(wide, spec, tokens)

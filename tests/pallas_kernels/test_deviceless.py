@@ -274,7 +274,7 @@ def test_a_copy_to_vmem_is_found() -> None:
         ),
         ("v5e", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
         ("v6e", ["step/mixed-experts/tpu", "step/decode-int4/tpu"]),
-        ("v7x", ["step/split/tpu"]),
+        ("v7x", ["step/split-narrow/tpu"]),
         ("h200", ["step/burst/gpu", "step/decode-int4/gpu"]),
     ],
 )
@@ -283,7 +283,7 @@ def test_compiles_in_place(chip: str, programs: Sequence[str]) -> None:
     outcomes = list(compile_for(chip, kinds, programs))
     assert [outcome.program for outcome in outcomes] == programs
     for outcome in outcomes:
-        assert outcome.status == "ok", outcome.row()
+        assert outcome.status == "ok", outcome.row(chip)
         if kinds != ["step"]:
             assert outcome.kernels, outcome
         for kernel in outcome.kernels:

@@ -81,6 +81,7 @@ OUTCOME = Outcome(
     "ok",
     2.34,
     "",
+    4.56,
     3 * 2**20,
     2**30,
     5 * 2**19,
@@ -93,9 +94,9 @@ def test_outcomes_survive_the_pipe() -> None:
 
 
 def test_the_table() -> None:
-    cells = ["attention/some-case/tpu", "ok", "2.3", "3.0", "1024.0", "2.5", "6144", "-", "-", "0"]
-    assert OUTCOME.row().split() == cells
-    assert len(OUTCOME.row()) == max(map(len, HEADER.splitlines()))
+    cells = ["v5e", "attention/some-case/tpu", "ok", "2.3", "4.6", "3.0", "1024.0", "2.5", "6144", "-", "-", "0"]
+    assert OUTCOME.row("v5e").split() == cells
+    assert len(OUTCOME.row("v5e")) == max(map(len, HEADER.splitlines()))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,15 @@ def test_the_table() -> None:
 def test_the_exit_status(
     statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = {("attention",): [Outcome("p", status, 1.0) for status in statuses]}
+    outcomes = {("step",): [Outcome("p", status, 1.0, cpu_seconds=30.0) for status in statuses]}
     monkeypatch.setattr(aot, "compile_for", lambda chip, kinds: iter(outcomes.get(kinds, ())))
     monkeypatch.setattr(sys, "argv", ["aot", "v5e"])
     with pytest.raises(SystemExit) as exit:
         aot.main()
     assert exit.value.code == code
-    assert f"{statuses.count('ok')} ok, {statuses.count('refused')} refused" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{statuses.count('ok')} ok, {statuses.count('refused')} refused" in printed
+    assert f"v5e: {len(statuses)} programs, {len(statuses) / 2} minutes of CPU" in printed
 
 
 def test_resources_of_a_gpu_kernel(tmp_path: Path) -> None:
