@@ -22,7 +22,7 @@ from benchmarks.result_files import ROOT, machine, write_record
 from benchmarks.states_estimate import cost_of
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import Forms
-from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import abstract_params
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
@@ -59,8 +59,8 @@ def estimate(chip_name: str, name: str, config: dict[str, Any], slots: int) -> A
     backend, spec = Backend.of_chip(chip), model_spec(config)
     forms = Forms.chosen(None, backend, may_turn=False)
     if slots:
-        room = {"num_slots": slots, "rank": RANK}
-        spec = LoraArrays.of(spec, find_family(config), MeshShape(1, 1), "stacked", DTYPE, forms, **room).spec
+        room = LoraRoom(slots, RANK)
+        spec = LoraArrays.of(spec, find_family(config), MeshShape(1, 1), "stacked", DTYPE, forms, room).spec
     shape = CacheShape(num_pages=256, page_size=16, num_slots=ROWS, max_pages=256, dtype=DTYPE, step_tokens=256)
     params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
     compiler = StepCompiler(params, shape.pages(spec, backend, mesh), spec, shape, backend, mesh)

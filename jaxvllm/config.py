@@ -46,7 +46,7 @@ StepTokens = Annotated[int, Range(1, MOST_TOKENS)]
 Burst = Annotated[int, Range(1, MAX_BURST)]
 Logprobs = Annotated[int, Range(-1, MAX_INT32)]
 # What only those need who can name an adapter in a request.
-LORA_FIELDS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
+LORA_FIELDS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules")
 # What has more slots than that has a wrong number: a thousandth of a model each, they take more room than the model.
 MAX_LORAS = 4096
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -85,6 +85,8 @@ class EngineConfig:
     max_loras: Loras = 1  # adapters that the devices have room for at once, and a step may use
     max_lora_rank: LoraRank = 16  # of an adapter; smaller ranks are filled up with zeros
     max_cpu_loras: Count | None = None  # adapters that are kept in host memory; None: as many as max_loras
+    # Names, or parts of names, of the modules that have room for adapters, such as q_proj or self_attn. None: all.
+    lora_target_modules: tuple[str, ...] | None = None
     seed: Seed = 0  # seed of dummy weights, and of the seeds for requests without one
     max_model_len: Tokens | None = None  # tokens, prompt and output together; None: the model's own
     max_num_seqs: Seqs | None = None  # requests running at once in each replica; None: 64 on CPU, 256 elsewhere
@@ -226,6 +228,9 @@ class EngineConfig:
                 f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}: what is on the "
                 "devices is in host memory, too"
             )
+        targets = self.lora_target_modules
+        if targets is not None and not (targets and all(isinstance(one, str) and one for one in targets)):
+            raise ValueError(f"lora_target_modules must be a tuple of names of modules, not {targets!r}")
 
     def _check_guesses_of_tokens(self, why: str, way_out: str) -> None:
         """Raises NotImplementedError where what guesses tokens computes something itself, which `why` rules out."""

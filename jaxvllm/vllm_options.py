@@ -311,11 +311,8 @@ OPTIONS: Mapping[str, Option] = {
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb",
     ),
     "lora_dtype": Refused("adapters have the dtype of the model", neutral=("auto",)),
-    "lora_target_modules": Refused("the file of an adapter says what it changes", "values"),
-    **_each(
-        Refused("adapters of experts are not supported yet", "nothing"),
-        "enable_mixed_moe_lora_format enable_moe_shared_loras",
-    ),
+    "enable_mixed_moe_lora_format": Unneeded("an engine takes adapters of experts in both forms", "nothing"),
+    "enable_moe_shared_loras": Refused("no expert shares its adapter with others", "nothing"),
     "enable_tower_connector_lora": Refused(f"{_TEXT_ONLY}", "nothing"),
     "default_mm_loras": Refused(f"{_TEXT_ONLY}"),
     "runner": Refused("every engine generates text and embeds it", neutral=("auto", "generate", "pooling")),

@@ -13,9 +13,11 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.engine.new_weights import checked_tree
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_lora import EXPERT_UP
 from jaxvllm.models.lora import LAYERS, RATIO, UP
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.peft import LowRank, PeftAdapter
+from jaxvllm.runtime.adapter_fills import SlotAxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,10 @@ class AdapterReader:
             if not np.isfinite(array.astype(np.float32)).all():
                 where = jax.tree_util.keystr(path)
                 raise ParameterError(f"the adapter {name!r}: {where} has numbers that are not finite", "tensors")
-        self._put_parts(arrays, like)
+        try:
+            self._put_parts(arrays, like)
+        except ValueError as error:
+            raise ParameterError(f"the adapter {name!r}: {error}", "tensors") from error
         has_magnitudes = any(array.any() for key, array in _in_layers(arrays) if key.startswith(RATIO))
         self._check_magnitudes(name, has_magnitudes)
         digest = hashlib.sha256(b"arrays of an engine")
@@ -61,20 +66,30 @@ class AdapterReader:
         zeros = {
             name: LowRank(np.zeros((1, module.in_size), np.float32), np.zeros((module.out_size, 1), np.float32))
             for name, module in modules.values()
-            if module.layer is not None and _has_parts(self.arrays.spec.layers[module.layer], module.matrix)
+            if module.layer is not None
+            and not module.index
+            and _has_parts(self.arrays.spec.layers[module.layer], module.matrix)
         }
         return self.arrays.of_adapter(zeros)
 
     def _put_parts(self, arrays: Any, like: Any) -> None:
-        """Gives B the numbers of parts, which are its last row where adapters multiply one by one."""
-        room = next(layer.lora for layer in self.arrays.spec.layers if layer.lora is not None)
-        if not room.one_by_one:
-            return
+        """Gives B the numbers of parts, which are its last row where adapters multiply one by one.
+
+        PEFT has two forms of experts, whose parts are others. So the numbers of these are only checked.
+        """
+        axes = SlotAxes.of(self.arrays.spec)
         is_stacked = isinstance(arrays[LAYERS], dict)
         for (key, array), (_, own) in zip(_in_layers(arrays), _in_layers(like), strict=True):
-            if key.startswith(UP):
-                ranks = 1 + room.slot_axis(key, is_stacked)  # the axis after that of slots
+            if key.startswith(UP) and axes.layers is not None and axes.layers.one_by_one:
+                ranks = 1 + axes.layers.slot_axis(key, is_stacked)  # the axis after that of slots
                 np.moveaxis(array, ranks, 0)[-1] = np.moveaxis(own, ranks, 0)[-1]
+            if key.startswith(EXPERT_UP) and axes.experts is not None and axes.experts.room.one_by_one:
+                numbers = np.moveaxis(array, 1 + axes.experts.slot_axis(key, is_stacked), 0)[-1]
+                most = dict(axes.experts.room.parts)[key.removeprefix(EXPERT_UP)] - 1
+                if not np.isin(numbers, range(most + 1)).all():
+                    raise ValueError(
+                        f"{key} must end with numbers of parts from 0 to {most}, as it did when it was read"
+                    )
 
     def _check_magnitudes(self, name: str, has_magnitudes: bool) -> None:
         if has_magnitudes and not self.tells_columns:

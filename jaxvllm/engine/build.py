@@ -39,7 +39,7 @@ from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.lora import LORA
-from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Params
 from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
@@ -401,7 +401,8 @@ def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -
         return None
     places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
-    return LoraArrays.of(resolved.spec, family, *places, forms, num_slots=config.max_loras, rank=config.max_lora_rank)
+    room = LoraRoom(config.max_loras, config.max_lora_rank, config.lora_target_modules)
+    return LoraArrays.of(resolved.spec, family, *places, forms, room)
 
 
 def bucket_ladder(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxvllm.models.alt_up import AltUp
 from jaxvllm.models.attention import Attention
-from jaxvllm.models.declaration import ParamDecl
+from jaxvllm.models.declaration import ParamDecl, Storage
+from jaxvllm.models.expert_lora import ExpertLora
 from jaxvllm.models.ffn import ChoosingFfn, Ffn
 from jaxvllm.models.laurel import Laurel
 from jaxvllm.models.layer_embedding import LayerEmbedding
@@ -57,6 +58,7 @@ class Block:
     late: Ffn | None = None  # reads what its FFN reads; the next layer adds what it returns (LongCat-Flash)
     adds_late: bool = False  # adds, after its FFN, what the layer before it has returned late
     lora: LayerLora | None = None  # its room for adapters
+    expert_lora: ExpertLora | None = None  # that of its experts
 
     def __post_init__(self) -> None:
         require_positive(self, "window residual_scale attention_scale")
@@ -96,6 +98,12 @@ class Block:
         """The names of its norms."""
         return tuple(name for name in _NORMS[self.placement] if self.ffn is not None or name == "attention_norm")
 
+    @property
+    def lora_rooms(self) -> tuple[LayerLora, ...]:
+        """The rooms of its matrices and of its experts for adapters, those that it has."""
+        rooms = self.lora, None if self.expert_lora is None else self.expert_lora.room
+        return tuple(room for room in rooms if room is not None)
+
     def in_windows(self, windows: Iterable[int | None]) -> tuple[Self, ...]:
         """Returns a layer like this one for each of `windows`."""
         return tuple(replace(self, window=window) for window in windows)
@@ -131,17 +139,25 @@ class Block:
             parts.append({"layer_scale": ParamDecl((1,), (None,), "ones")})
         if self.lora is not None:
             parts.append(self.lora.declare(self.matrices))
+        if self.expert_lora is not None:
+            parts.append(self.expert_lora.declare(self.expert_matrices))
         decls = {name: decl for part in parts for name, decl in part.items()}
         assert len(decls) == sum(map(len, parts)), "each array has a name of its own"
         return decls
 
     @property
     def matrices(self) -> dict[str, ParamDecl]:
-        """The matrices of its attention and of its FFN that multiply every token, in the dtype of the model."""
-        declared = self.attention.declare()
-        if self.ffn is not None and not isinstance(self.ffn, ChoosingFfn):
-            declared |= self.ffn.declare()
-        return {name: decl for name, decl in declared.items() if decl.storage == "matrix" and decl.dtype is None}
+        """The matrices of its attention and of its FFNs that multiply every token."""
+        return self._stored("matrix")
+
+    @property
+    def expert_matrices(self) -> dict[str, ParamDecl]:
+        """The matrices [X, .., in] of experts, each of which multiplies the tokens that have chosen it."""
+        return self._stored("experts")
+
+    def _stored(self, storage: Storage) -> dict[str, ParamDecl]:
+        parts = [part.declare() for part in (self.attention, self.ffn, self.late) if part is not None]
+        return {name: decl for part in parts for name, decl in part.items() if decl.storage == storage}
 
     def apply(self, weights: Mapping[str, Any], x: jax.Array, kv: Any, given: LayerInput) -> tuple[jax.Array, Any]:
         """Returns x [T, E] after the layer, and the cache with this step's keys and values.
@@ -150,6 +166,8 @@ class Block:
         """
         if self.lora is not None and given.adapters is not None:
             weights = self.lora.bound(weights, given.adapters)
+        if self.expert_lora is not None and given.adapters is not None:
+            weights = self.expert_lora.bound(weights)
         if self.is_with_late:
             x, late = x[:, 0], x[:, 1]
             x, kv, h = self._computed(weights, x, kv, given)

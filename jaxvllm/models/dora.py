@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxvllm.models.block import Block
+from jaxvllm.models.expert_lora import ExpertLora
 from jaxvllm.models.forms.few_bits import FewBits
 from jaxvllm.models.forms.form import Arrays, Form, item_of
 from jaxvllm.models.layer_input import Scalar
@@ -36,7 +37,12 @@ _COLUMNS = 256
 def of_one_slot(spec: ModelSpec) -> ModelSpec:
     """Returns the spec with room for one adapter."""
     layers = (
-        layer if layer.lora is None else replace(layer, lora=replace(layer.lora, num_slots=1)) for layer in spec.layers
+        replace(
+            layer,
+            lora=None if layer.lora is None else replace(layer.lora, num_slots=1),
+            expert_lora=None if layer.expert_lora is None else ExpertLora(replace(layer.expert_lora.room, num_slots=1)),
+        )
+        for layer in spec.layers
     )
     outer = None if spec.lora is None else OuterLora(replace(spec.lora.room, num_slots=1))
     return replace(spec, layers=tuple(layers), lora=outer)
@@ -52,7 +58,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
     A magnitude of 0 says that the row has none, and so does a ratio of 0. A ratio that float32 cannot hold becomes 0.
     """
     stacks = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(RATIO)}
-    [dtype, *_] = (array.dtype for name, array in _named(one) if name.startswith(DOWN))
+    dtypes = {name.partition(".")[0]: array.dtype for name, array in _named(one) if name.startswith(DOWN)}
     of_columns = TokenAdapters.of(jnp.ones(_COLUMNS, jnp.int32), 1)
     rooms = {key: len(one[key]) if isinstance(one, dict) else len(stack.layers) for key, stack in stacks.items()}
     zeros = {key: jnp.zeros((rooms[key], *stack.decl.shape), jnp.float32) for key, stack in stacks.items()}
@@ -66,7 +72,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         for name, _ in layer.lora.parts:
             key = next(key for key, own in stacks.items() if own.name == RATIO + name and own.decl == decls[own.name])
             adapted = layer.lora.adapted(weights, name, of_columns)
-            squares = _squared_norms(adapted, matrices[name].shape, dtype)
+            squares = _squared_norms(adapted, matrices[name].shape, dtypes[DOWN + name])
             is_divided = MODEL in partition_spec(matrices[name].axes[-1:])
             norms = jnp.sqrt(axis.sum(squares) if is_divided else squares)
             magnitudes = matrices_at(weights[RATIO + name], jnp.zeros((), jnp.int32))
@@ -84,7 +90,7 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
         key, stack = next((key, own) for key, own in stacks.items() if own.name == RATIO + name and layer in own.layers)
         return found[key][stack.layers.index(layer)]
 
-    one_by_one = next(layer.lora.one_by_one for layer in spec.whole.layers if layer.lora is not None)
+    one_by_one = any(layer.lora.one_by_one for layer in spec.whole.layers if layer.lora is not None)
 
     def multiplied(up: jax.Array, ratios: jax.Array) -> jax.Array:
         """Returns B [.., W] or, one by one, [1, R + 1, ..], times one and the ratios f32[1, ..]."""

@@ -30,6 +30,7 @@ from jaxvllm.models.norm import bias_of
 from jaxvllm.models.ops import project, project_grouped, project_grouped_gated
 from jaxvllm.models.positive import require_positive
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.token_adapters import RowAdapters
 from pallas_kernels.grouped_matmul import order_rows
 from sharding.axis import ALONE, ModelAxis, ReplicaAxis
 from sharding.whole_mesh import WholeMesh
@@ -216,11 +217,15 @@ class ExpertsFfn(ChoosingFfn):
         expert = jnp.where(is_here, own, self.num_held).reshape(-1)
         order = order_rows(expert, self.num_held, given.backend)
         own_rows, starts = order.rows[: num_tokens * min(each, self.num_held)], order.starts
-        rows = exchange.states(x, held, own_rows // each)
+        tokens = own_rows // each
+        adapters: RowAdapters | None = None
+        if given.adapters is not None:
+            adapters = given.adapters.of_rows(tokens, expert[own_rows], self.num_held, given.backend)
+        rows = exchange.states(x, held, tokens)
         if self.weighs_input:
             rows = rows * choices.counts.reshape(-1)[own_rows][:, None].astype(x.dtype)
-        h = self._inner(weights, rows, starts)
-        y = project_grouped(h, weights["experts_down"], starts)
+        h = self._inner(weights, rows, starts, adapters)
+        y = project_grouped(h, weights["experts_down"], starts, adapters)
         factors = jnp.ones_like(choices.counts) if self.weighs_input else choices.counts
         return exchange.sums(y, order.places, held, factors)[: len(x)]
 
@@ -236,13 +241,15 @@ class ExpertsFfn(ChoosingFfn):
         """Returns the first expert, or slot, of which this device has matrices."""
         return ReplicaAxis(self.num_replicas).first(axis.size * self.num_held) + axis.first(self.num_held)
 
-    def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
-        """Returns the inner features of rows that are sorted by expert."""
+    def _inner(
+        self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array, adapters: RowAdapters | None
+    ) -> jax.Array:
+        """Returns the inner features of rows that are sorted by expert, and have these adapters, if any has one."""
         bias = None
         if self.bias:  # rows of no expert may have any
             expert = jnp.searchsorted(starts, jnp.arange(len(rows)), side="right") - 1
             bias = jnp.take(weights[bias_of("experts_gate_up")], expert, axis=0, mode="clip")
-        return project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation, bias)
+        return project_grouped_gated(rows, weights["experts_gate_up"], starts, self.activation, bias, adapters)
 
     def _shared(self, weights: Mapping[str, Any], x: jax.Array, shared: GatedFfn) -> jax.Array:
         """Returns this device's part of what the shared expert returns."""

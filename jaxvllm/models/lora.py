@@ -20,6 +20,7 @@ slots: 16 cost v6e 21k cycles a matrix where gathering each token's own matrices
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,8 +76,9 @@ class LayerLora:
             *axes, contracted = decl.axes
             of_columns = decl.heads if contracted == "heads" else None
             of_rows = decl.heads if "kv_heads" in axes else None
-            decls[DOWN + name] = ParamDecl((width, size), (None, contracted), "zeros", heads=of_columns)
-            decls[UP + name] = ParamDecl((*rows, up_width), (*axes, None), "zeros", heads=of_rows)
+            own = partial(ParamDecl, init="zeros", dtype=decl.dtype)
+            decls[DOWN + name] = own((width, size), (None, contracted), heads=of_columns)
+            decls[UP + name] = own((*rows, up_width), (*axes, None), heads=of_rows)
             decls[RATIO + name] = ParamDecl(tuple(rows), tuple(axes), "zeros", dtype="float32", heads=of_rows)
         return decls
 

@@ -1,6 +1,7 @@
 """`LoraArrays`: the arrays of adapters, of a model on its devices: all of them empty, or those of one that was read."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -10,33 +11,43 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.dora import of_one_slot
+from jaxvllm.models.expert_lora import EXPERT_DOWN, EXPERT_UP, ExpertLora
+from jaxvllm.models.experts import ExpertsFfn
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.forms.choice import Forms
 from jaxvllm.models.forms.cpu_kernel import OnCpu
-from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
 from jaxvllm.models.lora import DOWN, LAYERS, MOST_MASKED, OUTSIDE, RATIO, UP, LayerLora
 from jaxvllm.models.outer_lora import EMBED, HEAD, OuterLora
 from jaxvllm.models.params import Layout, Params, StackLayers, build, first_layer, most
-from jaxvllm.models.peft import LowRank
+from jaxvllm.models.peft import LowRank, ModuleSize
 from jaxvllm.models.shards import sharding_on, zeros_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
-from jaxvllm.models.weight_names import Source, outer_sources
+from jaxvllm.models.weight_names import Source, outer_sources, whole
 from sharding.mesh import MeshShape
 from sharding.rules import DATA
 
 _ENDING = ".weight"
+_KINDS = (DOWN, UP, RATIO, EXPERT_DOWN, EXPERT_UP)
+# The module of all experts, and its parameters in transformers.
+_EXPERTS = "experts"
+_PARAMETERS = {"experts_gate_up": "gate_up_proj", "experts_up": "up_proj", "experts_down": "down_proj"}
+_RENAMED = ".block_sparse_moe.", ".mlp."
 # The kernels for CPUs take no matrix with fewer rows, which gates of a few heads have.
 _LEAST_ROWS = 4
 
 
 @dataclass(frozen=True)
 class LoraModule:
-    """A linear module of a checkpoint, or its embedding, and the part of one of our matrices that it is."""
+    """A linear module of a checkpoint, or its embedding, and the part of one of our matrices that it is.
+
+    It may be one of experts, or a parameter that has the matrices of all of these.
+    """
 
     layer: int | None  # None: outside the layers
     matrix: str
@@ -44,11 +55,21 @@ class LoraModule:
     in_size: int
     out_size: int
     sources: tuple[Source, ...]  # of the matrix, those that are rows of this module
+    expert: int | None = None  # which one it is
+    num_experts: int | None = None  # of a parameter
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """The place of its experts in an array whose first dimension is that of experts."""
+        if self.num_experts is not None:
+            return (slice(None),)
+        return () if self.expert is None else (self.expert,)
 
     def put_rows(self, rows: np.ndarray, to: np.ndarray) -> None:
-        """Puts what each row of the module has, [out, ..], where its rows are in that of the matrix, [.., ..]."""
+        """Puts what each row of the module has, [.., out, ..], where its rows are in that of the matrix, [.., ..]."""
         for source in self.sources:
-            own = replace(source, shape=rows.shape, view=(*source.view[:-1], *rows.shape[1:]), is_turned=False)
+            tail = rows.shape[len(source.shape) - 1 :]
+            own = replace(source, shape=rows.shape, view=(*source.view[:-1], *tail), is_turned=False)
             box = tuple(slice(at, at + size) for at, size in zip(source.at[:-1], source.view[:-1], strict=True))
             to[box] += own.part_of(rows)
 
@@ -61,8 +82,13 @@ def lora_modules(spec: ModelSpec, family: Family) -> dict[str, LoraModule]:
             sources = family.layer_sources(spec, number, family.names.layer_prefix(prefix, number))
             for matrix, decl in layer.matrices.items():
                 found |= _modules_of(number, matrix, decl, sources.get(matrix, ()))
+            for matrix, decl in layer.expert_matrices.items():
+                found |= _modules_of_experts(number, matrix, decl, sources[matrix])
+                parents = _expert_parents(family.names.layer_prefix(prefix, number), sources[matrix])
+                found |= _expert_parameters(number, matrix, decl, sources[matrix], parents)
         found |= _outer_modules(spec, family, prefix)
-    return found
+    # transformers has given modules of experts a new name, and PEFT writes the name that it finds.
+    return {name.replace(*_RENAMED): module for name, module in found.items()} | found
 
 
 def _outer_modules(spec: ModelSpec, family: Family, prefix: str) -> dict[str, LoraModule]:
@@ -100,23 +126,98 @@ def _modules_of(layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Sour
     return modules
 
 
-def with_lora(
-    spec: ModelSpec, modules: Mapping[str, LoraModule], num_slots: int, rank: int, has_kernel: bool
-) -> ModelSpec:
-    """Returns the spec with room for `num_slots` adapters of up to `rank`, on devices that have a kernel for them."""
+def _modules_of_experts(layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Source]) -> dict[str, LoraModule]:
+    """Returns the modules of experts that a checkpoint stores one by one, or none where it does not."""
+    of_experts: dict[int, list[Source]] = {}
+    for source in sources:
+        if len(source.shape) != 2 or source.view[0] != 1:
+            return {}
+        of_experts.setdefault(source.at[0], []).append(source)
+    found = {}
+    for number, own in of_experts.items():
+        for name, module in _modules_of(layer, matrix, decl, own).items():
+            found[name] = replace(module, expert=number)
+    return found
+
+
+def _expert_parents(prefix: str, sources: Sequence[Source]) -> tuple[str, ...]:
+    """Returns the names that the module of all experts may have, of a layer whose names begin with `prefix`."""
+    before, named, _ = sources[0].name.partition(f".{_EXPERTS}.")
+    if not named:
+        before = ".".join(sources[0].name.removesuffix(_ENDING).split(".")[:-1])
+    return tuple(dict.fromkeys((f"{prefix}mlp.{_EXPERTS}", f"{before}.{_EXPERTS}")))
+
+
+def _expert_parameters(
+    layer: int, matrix: str, decl: ParamDecl, sources: Sequence[Source], parents: Sequence[str]
+) -> dict[str, LoraModule]:
+    """Returns the parameters that have the matrices of all experts, as transformers has them in modules `parents`."""
+    num_experts, *rows, size = decl.shape
+    out_size = math.prod(rows)
+    if not any(source.is_turned for source in sources):  # all rows in our order, whatever the checkpoint stores
+        sources = whole(sources[0].name, (num_experts, out_size, size), decl.shape)
+    module = LoraModule(layer, matrix, 0, size, out_size, tuple(sources), num_experts=num_experts)
+    return {f"{parent}.{_PARAMETERS[matrix]}": module for parent in parents}
+
+
+def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], num_slots: int, rank: int, has_kernel: bool) -> ModelSpec:
+    """Returns the spec with room for `num_slots` adapters of up to `rank` in the modules, with a kernel or without."""
+    modules = tuple(modules)
     one_by_one = has_kernel or num_slots > MOST_MASKED
     counts: list[dict[str, int]] = [{} for _ in spec.layers]
-    for module in modules.values():
+    for module in modules:
         if module.layer is not None:
             of_layer = counts[module.layer]
             of_layer[module.matrix] = max(of_layer.get(module.matrix, 0), module.part + 1)
-    layers = (
-        replace(layer, lora=LayerLora(num_slots, rank, tuple(count.items()), one_by_one) if count else None)
-        for layer, count in zip(spec.layers, counts, strict=True)
-    )
-    outside = dict.fromkeys((module.matrix for module in modules.values() if module.layer is None), 1)
+
+    def with_room(layer: Block, count: Mapping[str, int]) -> Block:
+        dense = tuple((name, count[name]) for name in count if name in layer.matrices)
+        experts = tuple((name, count[name]) for name in count if name in layer.expert_matrices)
+        return replace(
+            layer,
+            lora=LayerLora(num_slots, rank, dense, one_by_one) if dense else None,
+            expert_lora=ExpertLora(LayerLora(num_slots, rank, experts, has_kernel)) if experts else None,
+        )
+
+    layers = map(with_room, spec.layers, counts)
+    outside = dict.fromkeys((module.matrix for module in modules if module.layer is None), 1)
     outer = OuterLora(LayerLora(num_slots, rank, tuple(outside.items()), has_kernel)) if outside else None
     return replace(spec, layers=tuple(layers), lora=outer)
+
+
+@dataclass(frozen=True)
+class LoraRoom:
+    """It says how much room for adapters there is to be, and in which modules."""
+
+    num_slots: int
+    rank: int
+    targets: tuple[str, ...] | None = None  # names of modules, or parts of these between dots; None: all modules
+
+    def left_out(self, modules: Mapping[str, LoraModule]) -> dict[str, str]:
+        """Returns why some of the modules are to have no room, by their names."""
+        if self.targets is None:
+            return {}
+        named = {name: [one for one in self.targets if f".{one}." in f".{name}."] for name in modules}
+        found = {target for targets in named.values() for target in targets}
+        of_layers = any(named[name] for name, module in modules.items() if module.layer is not None)
+        if unknown := [target for target in self.targets if target not in found]:
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+            raise ValueError(f"lora_target_modules has {unknown[0]!r}, and this model's modules end with {ends}")
+        if not of_layers:
+            raise ValueError(f"lora_target_modules must name a module of the layers, too, not only {self.targets}")
+        return {name: "lora_target_modules leaves it out" for name, targets in named.items() if not targets}
+
+
+def _experts_without_room(spec: ModelSpec, modules: Mapping[str, LoraModule]) -> dict[str, str]:
+    """Returns why experts that move or that replicas share have no room, by the names of their modules."""
+    reasons: dict[int | None, str] = {}
+    for number, layer in enumerate(spec.layers):
+        for ffn in (layer.ffn, layer.late):
+            if isinstance(ffn, ExpertsFfn) and ffn.num_redundant is not None:
+                reasons[number] = "the adapters of experts do not move with these yet: leave enable_eplb out"
+            elif isinstance(ffn, ExpertsFfn) and ffn.num_replicas > 1:
+                reasons[number] = "the adapters of experts that replicas share are not supported yet: use one replica"
+    return {name: reasons[module.layer] for name, module in modules.items() if module.index and module.layer in reasons}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +226,11 @@ class LoraArrays:
 
     spec: ModelSpec  # with room for adapters
     modules: Mapping[str, LoraModule]
+    problems: Mapping[str, str]  # why some of the modules have no room, by their names
     shape: MeshShape
     layout: Layout
     dtype: np.dtype
-    form: Form
+    forms: Forms
 
     @classmethod
     def of(
@@ -139,32 +241,41 @@ class LoraArrays:
         layout: Layout,
         dtype: DTypeLike,
         forms: Forms,
-        *,
-        num_slots: int,
-        rank: int,
+        room: LoraRoom,
     ) -> Self:
-        """Makes room in `spec`. Raises NotImplementedError for a model none of whose matrices can be adapted."""
+        """Makes room in `spec`.
+
+        Raises NotImplementedError for a model none of whose matrices can be adapted, and ValueError where `room` names
+        no module of a layer, or names something else.
+        """
         modules = lora_modules(spec, family)
         if all(module.layer is None for module in modules.values()):
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
+        problems = _experts_without_room(spec, modules) | room.left_out(modules)
+        adapted = [module for name, module in modules.items() if name not in problems]
         has_kernel = layout == "separate" and isinstance(forms.adapters, OnCpu)
-        served = with_lora(spec, modules, num_slots, rank, has_kernel)
-        return cls(served, modules, shape, layout, jnp.dtype(dtype), forms.adapters)
+        served = with_lora(spec, adapted, room.num_slots, room.rank, has_kernel)
+        return cls(served, modules, problems, shape, layout, jnp.dtype(dtype), forms)
 
     @property
     def rank(self) -> int:
         """The largest rank that an adapter may have."""
-        return max(layer.lora.rank for layer in self.spec.layers if layer.lora is not None)
+        return max(room.rank for layer in self.spec.layers for room in layer.lora_rooms)
 
     @property
     def outside(self) -> frozenset[str]:
         """The names of the embedding and of the LM head, which may be adapted, too."""
         return frozenset(name for name, module in self.modules.items() if module.layer is None)
 
-    @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """The sizes of the modules that may be adapted, (in, out), by their names."""
-        return {name: (module.in_size, module.out_size) for name, module in self.modules.items()}
+    @cached_property
+    def sizes(self) -> dict[str, ModuleSize]:
+        """The sizes of the modules that may be adapted, by their names."""
+        return {
+            name: ModuleSize(
+                module.in_size, module.out_size, bool(module.index), module.num_experts, self.problems.get(name)
+            )
+            for name, module in self.modules.items()
+        }
 
     def empty(self, mesh: Mesh) -> Any:
         """Returns the arrays of all slots on `mesh`, which have no adapter yet.
@@ -205,37 +316,47 @@ class LoraArrays:
         adapters: Mapping[tuple[int | None, str], Sequence[tuple[LoraModule, LowRank]]],
     ) -> np.ndarray:
         """Returns one array of a layer, or outside the layers, with heads and vocabulary as the devices have them."""
-        kind = next(kind for kind in (DOWN, UP, RATIO) if name.startswith(kind))
+        kind = next(kind for kind in _KINDS if name.startswith(kind))
         decl, spread_out = (declared[name] for declared in self._declared[layer])
-        lora = None if layer is None else self.spec.layers[layer].lora
+        room, on_devices = self._room(kind, layer)
         values = np.zeros(decl.shape, np.float32)
         for module, matrices in adapters.get((layer, name.removeprefix(kind)), ()):
             first = module.part * self.rank
             own = slice(first, first + matrices.rank)
-            if kind == DOWN:
-                values[own] = matrices.down
-            elif kind == UP:
-                up = np.zeros((module.out_size, decl.shape[-1]), np.float32)
-                if lora is not None and lora.one_by_one:
-                    up[:, : matrices.rank], up[:, -1] = matrices.up, module.part
+            if kind in (DOWN, EXPERT_DOWN):
+                values[(*module.index, own)] = matrices.down
+            elif kind in (UP, EXPERT_UP):
+                up = np.zeros((*matrices.up.shape[:-1], decl.shape[-1]), np.float32)
+                if room is not None and room.one_by_one:
+                    up[..., : matrices.rank], up[..., -1] = matrices.up, module.part
                 else:
-                    up[:, own] = matrices.up
+                    up[..., own] = matrices.up
                 module.put_rows(up, values)
             elif matrices.magnitudes is not None:
                 module.put_rows(matrices.magnitudes, values)
         out = np.zeros(spread_out.shape, decl.dtype_in(self.dtype))
         boxes = spread_boxes(decl, spread_out)
         tiled([Tile(box, copied(values), origin) for box, origin in boxes])(out, (0,) * out.ndim)
-        return out if lora is None else lora.on_devices(name, out)
+        return on_devices(name, out)
+
+    def _room(self, kind: str, layer: int | None) -> tuple[LayerLora | None, Callable[[str, np.ndarray], np.ndarray]]:
+        """Returns the room of arrays of a kind in a layer, and what brings one into the order of the devices."""
+        if layer is None:
+            return None, lambda _, array: array
+        own = self.spec.layers[layer]
+        if kind in (EXPERT_DOWN, EXPERT_UP):
+            assert own.expert_lora is not None, "there are such arrays where experts have room"
+            return own.expert_lora.room, own.expert_lora.on_devices
+        assert own.lora is not None, "there are such arrays where matrices have room"
+        return own.lora, own.lora.on_devices
 
     @cached_property
     def _declared(self) -> dict[int | None, tuple[dict[str, ParamDecl], dict[str, ParamDecl]]]:
         """The arrays of one adapter in each layer and outside, as one device has them and as those of a mesh do."""
         one, whole = self._one_slot, Spread(self._one_slot, self.shape.model).whole
         found: dict[int | None, tuple[dict[str, ParamDecl], dict[str, ParamDecl]]] = {
-            number: (own.lora.declare_one(own.matrices), own.lora.declare_one(wide.matrices))
+            number: (_of_one(own), _of_one(wide))
             for number, (own, wide) in enumerate(zip(one.layers, whole.layers, strict=True))
-            if own.lora is not None
         }
         if one.lora is not None:
             sizes = (one.vocab_size, one.hidden_size), (whole.vocab_size, whole.hidden_size)
@@ -249,7 +370,10 @@ class LoraArrays:
 
     def _slot_axis(self, name: str, layer: int | None) -> int:
         """Returns the axis of slots in the array of that name, of a layer or, with None, outside the layers."""
-        room = self.spec.lora if layer is None else self.spec.layers[layer].lora
+        room: LayerLora | ExpertLora | OuterLora | None = self.spec.lora
+        if layer is not None:
+            of_experts = name.startswith((EXPERT_DOWN, EXPERT_UP))
+            room = self.spec.layers[layer].expert_lora if of_experts else self.spec.layers[layer].lora
         assert room is not None, "there is room where there are such arrays"
         return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(name, is_stacked=False)
 
@@ -263,15 +387,23 @@ class LoraArrays:
         """
 
         def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
-            if not name.startswith((DOWN, UP, RATIO)):
+            if not name.startswith(_KINDS):
                 return None
-            form = PLAIN if name.startswith(RATIO) else self.form
+            form = PLAIN if name.startswith(RATIO) else self.forms.adapters
+            if name.startswith((EXPERT_DOWN, EXPERT_UP)):
+                form = self.forms.expert_adapters
             return form.wrapped({MATRIX: array(name, decl, layers)})
 
         tree = build(Spread(spec, self.shape.model, self.shape.stages), self.layout, leaf)
         layers = tree.pop("layers")
         of_layers = _without_others(layers) if isinstance(layers, dict) else [*map(_without_others, layers)]
         return {LAYERS: of_layers, OUTSIDE: _without_others(tree)}
+
+
+def _of_one(layer: Block) -> dict[str, ParamDecl]:
+    """Returns the arrays of one adapter as it is read, of a layer."""
+    dense = {} if layer.lora is None else layer.lora.declare_one(layer.matrices)
+    return dense if layer.expert_lora is None else dense | layer.expert_lora.declare_one(layer.expert_matrices)
 
 
 def _without_others(arrays: Params) -> Params:

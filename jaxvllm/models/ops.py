@@ -25,7 +25,8 @@ from jaxvllm.models.forms.form import (
     item_of,
 )
 from jaxvllm.models.forms.plain import MATRIX, PLAIN
-from jaxvllm.models.token_adapters import TokenAdapters
+from jaxvllm.models.token_adapters import RowAdapters, TokenAdapters
+from pallas_kernels.grouped_matmul import RowOrder
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,55 @@ class Adapted:
         return jax.lax.fori_loop(0, tokens.num_in_use, with_slot, y)
 
 
+@dataclass(frozen=True)
+class AdaptedExperts:
+    """The matrices [X, .., in] of experts, to whose products the adapters of rows add theirs, see `models.expert_lora`.
+
+    With a kernel, each expert has a matrix [W, in] of `a` and one [R + 1, ..] of `b`, as in `Adapted`, for each of S
+    slots. Otherwise it has one of all slots, [S W, in] and [.., S W].
+    """
+
+    matrices: "ExpertsWeight"
+    a: "ExpertsWeight"
+    b: "ExpertsWeight"
+    num_slots: int
+    has_kernel: bool
+
+    def product(self, x: jax.Array, starts: jax.Array, adapters: RowAdapters) -> jax.Array:
+        """Returns what `project_grouped` says.
+
+        What an adapter makes of the rows of others may be infinite. So it is replaced, and not multiplied by zero.
+        """
+        y = project_grouped(x, self.matrices, starts)
+        if self.has_kernel:
+            added = self._by_kernel(x, y, adapters.order)
+            assert added is not None, "the arrays are those of a kernel"
+            return added
+        h = project_grouped(x, self.a, starts)
+        of_slots = h.reshape(len(x), self.num_slots, -1)
+        is_own = adapters.slots[:, None] == jnp.arange(1, self.num_slots + 1)
+        own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype)).reshape(h.shape)
+        return y + project_grouped(own, self.b, starts).astype(y.dtype)
+
+    def gated(self, x: jax.Array, starts: jax.Array, adapters: RowAdapters, gating: Gating) -> jax.Array | None:
+        """Returns what `project_grouped_gated` says, or None where no kernel does that."""
+        if not self.has_kernel or gating not in ("silu", "gelu_tanh"):
+            return None
+        y = _of_experts(self.matrices, lambda form, own: form.grouped_product(x, own, starts, jnp.float32))
+        return self._by_kernel(x, y, adapters.order, gating)
+
+    def _by_kernel(self, x: jax.Array, y: jax.Array, order: RowOrder, gating: Gating | None = None) -> jax.Array | None:
+        assert not isinstance(self.a, InStack) and not isinstance(self.b, InStack), "it reads no stacks of layers"
+        a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
+        (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
+        # Experts and slots become one dimension, for which nothing is moved.
+        flat_downs, flat_ups = (
+            [{name: one.reshape(-1, *one.shape[2:]) for name, one in arrays.items()} for arrays in several]
+            for several in (downs, ups)
+        )
+        return form.add_low_rank(y, x, flat_downs, flat_ups, a.index, order, gating)
+
+
 Weight = jax.Array | Matrix | OneOf | Slice | InStack | Adapted
 ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 
@@ -195,18 +245,34 @@ def project_heads(equation: str, x: jax.Array, weight: jax.Array | OneOf) -> jax
     return result
 
 
-def project_grouped(x: jax.Array, weight: ExpertsWeight, starts: jax.Array) -> jax.Array:
+def project_grouped(
+    x: jax.Array, weight: ExpertsWeight | AdaptedExperts, starts: jax.Array, adapters: RowAdapters | None = None
+) -> jax.Array:
     """Multiplies each row of x [N, in] by the matrix of its group, of weight [X, .., in]: [N, ..].
 
-    Rows starts[g] to starts[g + 1], i32[X + 1], are those of group g. The others are arbitrary afterwards.
+    Rows starts[g] to starts[g + 1], i32[X + 1], are those of group g. The others are arbitrary afterwards. `adapters`
+    are those of the rows, where the weight has any.
     """
+    if isinstance(weight, AdaptedExperts):
+        assert adapters is not None, "matrices are adapted where rows have adapters"
+        return weight.product(x, starts, adapters)
     return _of_experts(weight, lambda form, experts: form.grouped_product(x, experts, starts))
 
 
 def project_grouped_gated(
-    x: jax.Array, weight: ExpertsWeight, starts: jax.Array, gating: Gating, bias: jax.Array | None = None
+    x: jax.Array,
+    weight: ExpertsWeight | AdaptedExperts,
+    starts: jax.Array,
+    gating: Gating,
+    bias: jax.Array | None = None,
+    adapters: RowAdapters | None = None,
 ) -> jax.Array:
     """Returns up x gated by gate x, [N, F], for rows in groups, as above, weight [X, 2, F, in], and bias [N, 2, F]."""
+    if isinstance(weight, AdaptedExperts):
+        assert adapters is not None, "matrices are adapted where rows have adapters"
+        if bias is None and (own := weight.gated(x, starts, adapters, gating)) is not None:
+            return own
+        return gated(biased(weight.product(x, starts, adapters), bias), gating)
 
     def product(form: Form, experts: Experts) -> jax.Array:
         if bias is None and (own := form.grouped_gated_product(x, experts, starts, gating)) is not None:

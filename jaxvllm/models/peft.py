@@ -29,8 +29,11 @@ _OF_EMBEDDING = {"lora_embedding_A": _DOWN, "lora_embedding_B": _UP}
 _RENAMED = {f"{_MAGNITUDES}.weight": _MAGNITUDES, **_OF_EMBEDDING}
 _KINDS = "|".join(map(re.escape, (_DOWN, _UP, _MAGNITUDES, *_RENAMED)))
 _TENSOR = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.(?P<kind>{_KINDS})")
+# PEFT wraps a module twice where two of its parameters are adapted. This is the end of the inner one's name.
+_INNER = ".base_layer"
 # The table that an adapter was trained beside. PEFT saves it with the adapter of an embedding or of an LM head.
 _BASE = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.base_layer\.weight")
+_ANY_START = r".*\."  # PEFT writes this before the names of parameters into which it has joined modules
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 # Ways to initialise an adapter that leave the matrices of the model as they are. Others subtract from these.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -44,7 +47,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "fan_in_fan_out": (False, None),
     "ensure_weight_tying": (False, None),
     "arrow_config": (None,),
@@ -55,16 +57,28 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 class LowRank:
     """The two matrices of an adapted module, whose product is added to its own. The scale is in the second.
 
-    With DoRA the rows of the sum have magnitudes, which are their lengths.
+    A parameter that has the matrices of all X experts has two of each expert. With DoRA the rows of the sum have
+    magnitudes, which are their lengths.
     """
 
-    down: np.ndarray  # A, f32[r, in]
-    up: np.ndarray  # B, f32[out, r]
+    down: np.ndarray  # A, f32[r, in] or f32[X, r, in]
+    up: np.ndarray  # B, f32[out, r] or f32[X, out, r]
     magnitudes: np.ndarray | None = None  # f32[out], none of them 0
 
     @property
     def rank(self) -> int:
-        return len(self.down)
+        return self.down.shape[-2]
+
+
+@dataclass(frozen=True)
+class ModuleSize:
+    """The sizes of a module that may be adapted. An embedding counts as a linear module of the vocabulary's size."""
+
+    in_size: int
+    out_size: int
+    is_of_experts: bool = False
+    num_experts: int | None = None  # of a parameter that has the matrices of all experts
+    problem: str | None = None  # why it may not be adapted after all
 
 
 @dataclass(frozen=True)
@@ -103,10 +117,8 @@ class PeftConfig:
                 alpha=_number(values["lora_alpha"]),
                 use_rslora=_flag("use_rslora", values),
                 use_dora=_flag("use_dora", values),
-                rank_pattern={_plain(key): _rank(value) for key, value in (values.get("rank_pattern") or {}).items()},
-                alpha_pattern={
-                    _plain(key): _number(value) for key, value in (values.get("alpha_pattern") or {}).items()
-                },
+                rank_pattern={_end(key): _rank(value) for key, value in (values.get("rank_pattern") or {}).items()},
+                alpha_pattern={_end(key): _number(value) for key, value in (values.get("alpha_pattern") or {}).items()},
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not say the rank r and lora_alpha of an adapter: {error!r}") from error
@@ -149,7 +161,10 @@ def _flag(key: str, values: Mapping[str, Any]) -> bool:
     return value
 
 
-def _plain(key: Any) -> str:
+def _end(key: Any) -> str:
+    """Returns the end of names that a key of a pattern means."""
+    if isinstance(key, str):
+        key = key.removeprefix(_ANY_START)
     if not isinstance(key, str) or not _PLAIN_NAME.fullmatch(key):
         raise ValueError(f"a pattern's key must be the end of a module's name, and no expression, not {key!r}")
     return key
@@ -167,15 +182,14 @@ class PeftAdapter:
     def read(
         cls,
         directory: Path,
-        sizes: Mapping[str, tuple[int, int]],
+        sizes: Mapping[str, ModuleSize],
         max_rank: int,
         dtype: DTypeLike = "float32",
         outside: Set[str] = frozenset(),
     ) -> Self:
-        """Reads the adapter of a directory, for a model with linear modules of these `sizes`, (in, out).
+        """Reads the adapter of a directory, for a model with modules of these `sizes`.
 
-        The names of the embedding and of the LM head are in `outside`. An embedding counts as a linear module whose
-        inputs are the vocabulary.
+        The names of the embedding and of the LM head are in `outside`.
         Raises ValueError where files are missing, damaged, or made for another model, where a rank is above `max_rank`,
         or where a number is not finite in `dtype`: tokens of others are multiplied by it, too, and by zero. Raises
         NotImplementedError for adapters of kinds that are not supported.
@@ -190,24 +204,33 @@ class PeftAdapter:
         file = WeightFile.read(path)
         files = WeightFiles(directory, dict.fromkeys(file.tensors, PEFT_WEIGHTS), {PEFT_WEIGHTS: file})
         tensors = _modules(files, path, config.use_dora, {name: sizes[name] for name in outside})
+        parameters = _parameters(files, path, tensors, sizes)
         if unknown := sorted(tensors.keys() - sizes.keys()):
             raise ValueError(
                 f"{path} adapts {unknown[0]}{f' and {len(unknown) - 1} more' if unknown[1:] else ''}, and this model's "
                 f"modules that can be adapted end with {', '.join(sorted({name.rpartition('.')[2] for name in sizes}))}"
             )
         modules = {}
-        for name, own in sorted(tensors.items()):
-            rank, (in_size, out_size) = config.rank_of(name), sizes[name]
+        for name, own in sorted((tensors | parameters).items()):
+            rank, size = config.rank_of(name), sizes[name]
+            if size.problem is not None:
+                raise NotImplementedError(f"{path} adapts {name}: {size.problem}")
             if rank > max_rank:
                 raise ValueError(f"{path}: {name} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
-            down = files.tensor(own[_DOWN], (rank, in_size)).astype(np.float32)
             scale = np.float32(config.scale_of(name))
-            up = files.tensor(own[_UP], (out_size, rank)).astype(np.float32) * scale
+            if size.num_experts is None:
+                down = files.tensor(own[_DOWN], (rank, size.in_size)).astype(np.float32)
+                up = files.tensor(own[_UP], (size.out_size, rank)).astype(np.float32) * scale
+            else:
+                down, up = _of_experts(files, own, rank, size)
+                up *= scale
             magnitudes = None
             if config.use_dora:
-                if name in outside:
-                    raise NotImplementedError(f"{path}: DoRA of {name} is not supported, only that of layers is")
-                magnitudes = files.tensor(own[_MAGNITUDES], (out_size,)).astype(np.float32)
+                if name in outside or size.is_of_experts:
+                    raise NotImplementedError(
+                        f"{path}: DoRA of {name} is not supported, only that of modules in layers that are no experts"
+                    )
+                magnitudes = files.tensor(own[_MAGNITUDES], (size.out_size,)).astype(np.float32)
                 if not magnitudes.all():
                     raise ValueError(f"{path}: {_MAGNITUDES} of {name} has zeros, and lengths of rows are above zero")
             modules[name] = LowRank(down, up, magnitudes)
@@ -224,6 +247,64 @@ class PeftAdapter:
         return cls(modules, config.use_dora, digest.digest())
 
 
+def _parameters(
+    files: WeightFiles, path: Path, tensors: dict[str, dict[str, str]], sizes: Mapping[str, ModuleSize]
+) -> dict[str, dict[str, str]]:
+    """Takes those of `tensors` that adapt parameters of experts, and returns them by the names of the parameters.
+
+    PEFT names them by the module that has the parameters. It wraps this once for each of them, the first one first, and
+    calls the inner wrapper `base_layer`. Where there is one wrapper, only shapes tell whose it is.
+    """
+    of_modules: dict[str, list[str]] = {}
+    for name, size in sizes.items():
+        if size.num_experts is not None:
+            of_modules.setdefault(name.rpartition(".")[0], []).append(name)
+    found: dict[str, dict[str, str]] = {}
+    for wrapper in sorted(tensors, key=len, reverse=True):
+        module = wrapper.removesuffix(_INNER)
+        if module not in of_modules:
+            continue
+        others = (name for name in tensors if name.startswith(f"{module}.") and name != module + _INNER)
+        if (single := next(others, None)) is not None:
+            raise ValueError(f"{path} adapts all experts of {module} together and {single} as well: use one way")
+        own = tensors.pop(wrapper)
+        shapes = down, up = files.shape(own[_DOWN]), files.shape(own[_UP])
+        of_file = (*down[1:], *up[:1])
+        left = [name for name in of_modules[module] if name not in found]
+        orders = ({name: (sizes[name].in_size, sizes[name].out_size)[::step] for name in left} for step in (1, -1))
+        fits = [name for order in orders for name in left if order[name] == of_file]
+        if not fits or any(len(shape) != 2 for shape in shapes):
+            wanted = " and ".join(
+                f"{name.rpartition('.')[2]} A [.., {sizes[name].in_size}] and B [{sizes[name].out_size}, ..]"
+                for name in left
+            )
+            raise ValueError(
+                f"{path}: {own[_DOWN]} has shape {list(down)}, and {own[_UP]} {list(up)}. They fit no parameter of "
+                f"{module} that is left, which are {wanted}"
+            )
+        found[fits[0]] = own
+    return found
+
+
+def _of_experts(
+    files: WeightFiles, own: Mapping[str, str], rank: int, size: ModuleSize
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A f32[X, r, in] and B f32[X, out, r] of all experts.
+
+    PEFT has the ranks of an expert one after the other in A, and those of all experts in turn in B. It exchanges A and
+    B for parameters [X, in, out], unless their module says that they are turned round.
+    """
+    count, sizes = size.num_experts, (size.in_size, size.out_size)
+    assert count is not None, "a parameter has the matrices of experts"
+    if files.shape(own[_DOWN])[1] != size.in_size:
+        sizes = sizes[::-1]
+    a = files.tensor(own[_DOWN], (rank * count, sizes[0])).astype(np.float32).reshape(count, rank, sizes[0])
+    b = files.tensor(own[_UP], (sizes[1], rank * count)).astype(np.float32).reshape(sizes[1], rank, count)
+    if sizes[0] == size.in_size:
+        return a, b.transpose(2, 0, 1).copy()
+    return b.transpose(2, 1, 0).copy(), a.transpose(0, 2, 1).copy()
+
+
 def _config_in(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(_MOST_CONFIG_BYTES + 1)
@@ -233,7 +314,7 @@ def _config_in(path: Path) -> bytes:
 
 
 def _modules(
-    files: WeightFiles, path: Path, use_dora: bool, outside: Mapping[str, tuple[int, int]]
+    files: WeightFiles, path: Path, use_dora: bool, outside: Mapping[str, ModuleSize]
 ) -> dict[str, dict[str, str]]:
     """Returns the tensors of each module that a file adapts, by their kinds. Each has all, and there are no others.
 
@@ -244,7 +325,7 @@ def _modules(
     for name in files.names:
         if (base := _BASE.fullmatch(name)) is not None and base["module"] in outside:
             shape, size = files.shape(name), outside[base["module"]]
-            if sorted(shape) != sorted(size):
+            if sorted(shape) != sorted((size.in_size, size.out_size)):
                 raise ValueError(
                     f"{path}: {name} has shape {list(shape)}, so that the model was given another vocabulary before it "
                     "was trained: serve that model"

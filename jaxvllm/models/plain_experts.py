@@ -12,6 +12,7 @@ from jaxvllm.models.ffn import PlainFfn
 from jaxvllm.models.layer_input import LayerInput
 from jaxvllm.models.linear import Linear
 from jaxvllm.models.ops import activate, project, project_grouped
+from jaxvllm.models.token_adapters import RowAdapters
 
 _BESIDE = "shared_"  # before the names of the arrays of the FFN beside the experts
 
@@ -87,6 +88,8 @@ class PlainExpertsFfn(ExpertsFfn):
             out = out + beside.sum(project(h, of_beside["down"]))
         return together.sum(out), chosen
 
-    def _inner(self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array) -> jax.Array:
+    def _inner(
+        self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array, adapters: RowAdapters | None
+    ) -> jax.Array:
         assert isinstance(self.activation, str), "without a gate, only an activation can be applied"
-        return activate(project_grouped(rows, weights["experts_up"], starts), self.activation)
+        return activate(project_grouped(rows, weights["experts_up"], starts, adapters), self.activation)

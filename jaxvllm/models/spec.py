@@ -134,7 +134,7 @@ class ModelSpec:
     @property
     def num_lora_slots(self) -> int:
         """The number of adapters that there is room for at once."""
-        return max((layer.lora.num_slots for layer in self.layers if layer.lora is not None), default=0)
+        return max((room.num_slots for layer in self.layers for room in layer.lora_rooms), default=0)
 
     @property
     def shares_memory(self) -> bool:

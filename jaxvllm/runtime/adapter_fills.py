@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxvllm.models.dora import of_one_slot, with_ratios
+from jaxvllm.models.expert_lora import EXPERT_DOWN, EXPERT_UP, ExpertLora
 from jaxvllm.models.lora import LAYERS, LORA, OUTSIDE, LayerLora, filled
 from jaxvllm.models.outer_lora import OuterLora
 from jaxvllm.models.params import Params
@@ -29,19 +30,30 @@ from sharding.rules import DATA
 class SlotAxes:
     """Tells which axis of each array of adapters is that of slots."""
 
-    layers: LayerLora
+    layers: LayerLora | None
+    experts: ExpertLora | None
     outside: OuterLora | None
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:
         """Takes the rooms of a model, whose layers have equal ones but for their matrices."""
-        return cls(next(layer.lora for layer in spec.layers if layer.lora is not None), spec.lora)
+        layers = next((layer.lora for layer in spec.layers if layer.lora is not None), None)
+        experts = next((layer.expert_lora for layer in spec.layers if layer.expert_lora is not None), None)
+        return cls(layers, experts, spec.lora)
+
+    def in_layers(self, name: str, is_stacked: bool) -> int:
+        """Returns that of the array of this name in layers, which may be a stack of those of several."""
+        if name.startswith((EXPERT_DOWN, EXPERT_UP)):
+            assert self.experts is not None, "there are such arrays where experts have room"
+            return self.experts.slot_axis(name, is_stacked)
+        assert self.layers is not None, "there are such arrays where matrices have room"
+        return self.layers.slot_axis(name, is_stacked)
 
     def changed(self, change: Callable[..., Any], *trees: Params) -> Params:
         """Returns a tree like `trees` of `change(axis, *nodes)`, for the nodes of each name in these trees."""
 
         def of_layer(is_stacked: bool, *dicts: Params) -> Params:
-            axes = {name: self.layers.slot_axis(name, is_stacked) for name in dicts[0]}
+            axes = {name: self.in_layers(name, is_stacked) for name in dicts[0]}
             return {name: change(axis, *(one[name] for one in dicts)) for name, axis in axes.items()}
 
         layers, outside = ([tree[part] for tree in trees] for part in (LAYERS, OUTSIDE))

@@ -96,8 +96,6 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
         assert tokens_of(llm, paths) == expected
         # Now pages are found, of the same adapter only.
         assert tokens_of(llm, paths) == expected
-        llm.update_weights(FIXTURE.weights())
-        assert tokens_of(llm, paths) == expected
     assert seen.count == 0, seen.names
     assert_idle(llm)
 
@@ -514,4 +512,19 @@ def test_slots_that_a_broken_fill_has_taken_along_are_made_anew(
         with pytest.raises(RuntimeError, match="the device failed"):
             llm.generate(PROMPTS[0], GREEDY, use_tqdm=False, lora_request=fresh)
     assert tokens_of(llm, paths) == expected
+    assert_idle(llm)
+
+
+def test_new_weights_keep_adapters(
+    llm: LLM,
+    paths: list[Path],
+    expected: list[list[int]],
+    compilations: Callable[[], AbstractContextManager[Compilations]],
+) -> None:
+    """It stands last: requests of an engine whose weights were replaced do not move to engines of other tests."""
+    tokens_of(llm, paths)
+    with compilations() as seen:
+        llm.update_weights(FIXTURE.weights())
+        assert tokens_of(llm, paths) == expected
+    assert seen.count == 0, seen.names
     assert_idle(llm)

@@ -1,11 +1,13 @@
 """On CPU a row has the same bits whoever else is in the step, and in whichever slot its adapter is."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
-from tests.engine.test_lora import ADAPTERS, FIXTURE, OPTIONS, PROMPTS, WHO
+from tests.engine import test_lora as dense
+from tests.engine import test_lora_experts as experts
 from tests.engine.tiny import tiny_llm
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -27,10 +29,11 @@ def bits(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None])
 
 
 @pytest.mark.slow
-def test_alone_and_together(tmp_path: Path) -> None:
-    paths = [one.write(tmp_path / str(number)) for number, one in enumerate(ADAPTERS)]
-    adapters = [None if who == 0 else LoRARequest(str(who), who, str(paths[who - 1])) for who in WHO]
-    with tiny_llm(FIXTURE.write_checkpoint(tmp_path / "model"), **OPTIONS) as llm:
-        together = bits(llm, PROMPTS, adapters)
-        for number in reversed(range(len(WHO))):  # adapters come into other slots
-            assert bits(llm, [PROMPTS[number]], [adapters[number]]) == [together[number]]
+@pytest.mark.parametrize("of", [dense, experts], ids=["dense", "experts"])
+def test_alone_and_together(of: ModuleType, tmp_path: Path) -> None:
+    paths = [one.write(tmp_path / str(number)) for number, one in enumerate(of.ADAPTERS)]
+    adapters = [None if who == 0 else LoRARequest(str(who), who, str(paths[who - 1])) for who in of.WHO]
+    with tiny_llm(of.FIXTURE.write_checkpoint(tmp_path / "model"), **of.OPTIONS) as llm:
+        together = bits(llm, of.PROMPTS, adapters)
+        for number in reversed(range(len(of.WHO))):  # adapters come into other slots
+            assert bits(llm, [of.PROMPTS[number]], [adapters[number]]) == [together[number]]

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.lora_arrays import LoraModule, lora_modules
 from jaxvllm.models.outer_lora import EMBED
-from tests.models.fixture import Fixture
+from tests.models.fixture import FIXTURES, Fixture
+from tests.models.seeded_weights import seeded_weights
 
 
 def modules_of(fixture: Fixture) -> dict[str, LoraModule]:
@@ -59,7 +60,7 @@ class RandomAdapter:
                 random.normal(0, self.size, (module.out_size, self.rank_of(name))).astype(np.float32),
             )
             for name, module in modules_of(self.fixture).items()
-            if name.endswith(self.ends) and not (module.layer is None and self.has_magnitudes)
+            if name.endswith(self.ends) and not (self.has_magnitudes and (module.layer is None or module.index))
         }
 
     @property
@@ -108,4 +109,68 @@ class RandomAdapter:
         usual = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": ["q_proj"]}
         (directory / "adapter_config.json").write_text(json.dumps(usual | {"bias": "none"} | dict(self.config)))
         save_file(self.tensors(), directory / "adapter_model.safetensors")
+        return directory
+
+
+@dataclass(frozen=True)
+class FusedAdapter(RandomAdapter):
+    """An adapter of the parameters that have the matrices of all experts, of which the checkpoint stores each alone."""
+
+    def matrices(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """A f32[X r, in] and B f32[out, r X] of each parameter, as PEFT has them."""
+        random = np.random.default_rng(self.seed)
+        found = {}
+        for name, module in self._parameters().items():
+            assert module.num_experts is not None
+            width = self.rank * module.num_experts
+            down = random.normal(0, module.in_size**-0.5, (width, module.in_size)).astype(np.float32)
+            found[name] = down, random.normal(0, self.size, (module.out_size, width)).astype(np.float32)
+        return found
+
+    def _parameters(self) -> dict[str, LoraModule]:
+        family = find_family(self.fixture.config)
+        found = lora_modules(model_spec(self.fixture.config, self.fixture.max_model_len), family)
+        start = family.prefixes[0]
+        return {name: own for name, own in found.items() if own.num_experts is not None and name.startswith(start)}
+
+    def merged(self, weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        merged = dict(self.fixture.weights() if weights is None else weights)
+        for name, (down, up) in self.matrices().items():
+            parent, _, parameter = name.rpartition(".")
+            count = len(down) // self.rank
+            for expert in range(count):
+                own = up[:, expert::count] @ down[expert * self.rank :][: self.rank]
+                halves = ["gate_proj", "up_proj"] if parameter == "gate_up_proj" else [parameter]
+                for half, rows in zip(halves, np.split(self.alpha / self.rank * own, len(halves)), strict=True):
+                    merged[f"{parent}.{expert}.{half}.weight"] = merged[f"{parent}.{expert}.{half}.weight"] + rows
+        return merged
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The tensors of PEFT's file: the module is wrapped twice, and the inner wrapper is the first's."""
+        return {
+            tensor_name(name.replace(".gate_up_proj", ".base_layer").removesuffix(".down_proj"), side): matrix
+            for name, pair in self.matrices().items()
+            for side, matrix in zip("AB", pair, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class PeftFixture:
+    """What tools/make_adapter_fixtures.py has written: an adapter of PEFT, and what it computes with that."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]
+    logits: np.ndarray  # f32[prompts, V], at the last position of each prompt of the fixture
+
+    @classmethod
+    def load(cls, name: str) -> "PeftFixture":
+        record = json.loads((FIXTURES / name / "adapter.json").read_text())
+        with np.load(FIXTURES / name / "adapter.npz") as arrays:
+            return cls(record["config"], seeded_weights(record["shapes"], record["seed"], 0), arrays["logits"])
+
+    def write(self, directory: Path) -> Path:
+        """Writes what PEFT has saved."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "adapter_config.json").write_text(json.dumps(dict(self.config)))
+        save_file(dict(self.tensors), directory / "adapter_model.safetensors")
         return directory

@@ -16,7 +16,7 @@ from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens
 from jaxvllm.models.forms.scaled_rows import ScaledRows
 from jaxvllm.models.lora import DOWN, LAYERS, RATIO, UP
-from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Layout
 from jaxvllm.models.peft import PeftAdapter
 from pallas_kernels.cpu.host import host_chip
@@ -55,7 +55,7 @@ def each(layers: Any) -> list[dict[str, np.ndarray]]:
 def test_norms(name: str, layout: Layout, tmp_path: Path) -> None:
     spec, family = model_spec(FIXTURE.config, FIXTURE.max_model_len), find_family(FIXTURE.config)
     forms = Forms(layers=form_named(name))
-    arrays = LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=2, rank=8)
+    arrays = LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, LoraRoom(2, 8))
     adapter = RandomAdapter(FIXTURE, seed=5, ends=("down_proj", "v_proj"), config={"use_dora": True})
     read = PeftAdapter.read(adapter.write(tmp_path / "adapter"), arrays.sizes, 8)
     huge = next(one for name, one in read.modules.items() if name.endswith("down_proj"))

@@ -28,7 +28,7 @@ from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.lora import LAYERS, LORA, MOST_MASKED
-from jaxvllm.models.lora_arrays import LoraArrays
+from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Layout, Params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
@@ -47,17 +47,18 @@ from tests.quick import quick_emitters
 # Separate and fused projections, biases, matrices that are stored turned, gates in queries, latents, experts.
 FAMILIES = ("llama", "phi3", "gpt2", "gpt_neox", "qwen3_5", "deepseek_v3")
 RANK, NUM_SLOTS = 8, 3
+KERNELS = Forms(adapters=CpuKernel(host_chip()), expert_adapters=CpuKernel(host_chip()))
 
 
 def arrays_of(fixture: Fixture, layout: Layout, forms: Forms = PLAIN_FORMS, num_slots: int = NUM_SLOTS) -> LoraArrays:
     spec, family = model_spec(fixture.config, fixture.max_model_len), find_family(fixture.config)
-    return LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, num_slots=num_slots, rank=RANK)
+    return LoraArrays.of(spec, family, MeshShape(1, 1), layout, "float32", forms, LoraRoom(num_slots, RANK))
 
 
 def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAdapter]) -> Params:
     """The parameters with these adapters in these slots."""
     slots = arrays.empty(mesh_of(jax.devices()[0]))
-    fill = jax.jit(partial(fill_adapter, axes=SlotAxes.of(arrays.spec)))
+    fill = jax.jit(partial(fill_adapter, axes=SlotAxes.of(arrays.spec), is_shared=False))
     for number, adapter in adapters.items():
         one = arrays.of_adapter(adapter.modules)
         if adapter.has_magnitudes:
@@ -98,7 +99,7 @@ def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_p
     fixture = Fixture.load(name)
     layout: Layout = "stacked" if "stacked" in way else "separate"
     has_many = "many slots" in way
-    forms = Forms(adapters=CpuKernel(host_chip())) if way == "kernel" else PLAIN_FORMS
+    forms = KERNELS if way == "kernel" else PLAIN_FORMS
     arrays = arrays_of(fixture, layout, forms, MOST_MASKED + 1 if has_many else NUM_SLOTS)
     one_by_one = has_many or way == "kernel"
     assert {layer.lora.one_by_one for layer in arrays.spec.layers if layer.lora} == {one_by_one}

@@ -25,6 +25,7 @@ from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
+from jaxvllm.models.forms.streamed_experts import StreamedExperts
 from jaxvllm.models.forms.tpu_experts import TpuExperts
 from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
 from jaxvllm.models.forms.turned import Turned, prefers_turned
@@ -160,6 +161,7 @@ class Forms:
     table: of an embedding that is the LM head too
     experts: of the experts of all layers
     adapters: of the two matrices of each adapter (LoRA), which are never rounded
+    expert_adapters: of those of each expert
     stored: chooses the forms of matrices that a checkpoint stores in few bits, or None: all are decoded
     pads_tables: whether rows of embeddings and of the LM head are filled up to whole tiles, as TPUs need them
     own: the forms of some matrices, by their names and layers, which come before all others. None stands for outside
@@ -172,6 +174,7 @@ class Forms:
     table: Form = PLAIN
     experts: Form = PLAIN
     adapters: Form = PLAIN
+    expert_adapters: Form = PLAIN
     stored: FewBitsForms | None = None
     pads_tables: bool = False
     own: Mapping[MatrixKey, Form] = field(default_factory=dict)
@@ -205,13 +208,16 @@ class Forms:
         experts = PLAIN if isinstance(layers, Turned) else layers
         if quantization is not None:
             experts = in_few_bits.named(quantization, of_experts=True)
-        if quantization is None and isinstance(backend.chip, TpuChip):
-            experts = TpuExperts(backend.chip, backend.interpret)
-        elif quantization is None and isinstance(backend.chip, GpuChip):
-            experts = GpuExperts(backend.chip, backend.interpret)
-        stored = in_few_bits if quantization is None else None
         # The rows of a table are looked up, and adapters come and go, so that neither is put into another order.
         as_stored: Form = PLAIN if chip is None else CpuKernel(chip)
+        streamed = as_stored
+        if isinstance(backend.chip, TpuChip):
+            streamed = TpuExperts(backend.chip, backend.interpret)
+        elif isinstance(backend.chip, GpuChip):
+            streamed = GpuExperts(backend.chip, backend.interpret)
+        if quantization is None and isinstance(streamed, StreamedExperts):
+            experts = streamed
+        stored = in_few_bits if quantization is None else None
         head, table = usual, as_stored
         if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
             head = CpuGroups(_HEAD, _HEAD.group, chip)
@@ -223,6 +229,7 @@ class Forms:
             table=table,
             experts=experts,
             adapters=as_stored,
+            expert_adapters=streamed,
             stored=stored,
             pads_tables=isinstance(backend.chip, TpuChip),
         )

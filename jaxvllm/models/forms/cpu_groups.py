@@ -208,8 +208,10 @@ class CpuGroups(FewBits):
             return None
         return self._multiplied(x, matrices, index, gate=gating)
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
-        y = self._multiplied(x, _stacks(experts), experts.index, starts=starts)
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        y = self._multiplied(x, _stacks(experts), experts.index, starts=starts, dtype=dtype)
         return y.reshape(len(x), *self.outs[1:])
 
     def grouped_gated_product(

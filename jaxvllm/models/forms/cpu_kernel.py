@@ -46,9 +46,11 @@ class OnCpu(Form):
         ours, scales = self.operands(matrices)
         return small_gated_matmul(x, ours, index, scales=scales, gate=gating, chip=self.chip)
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         ours, scales = self._experts(experts)
-        y = grouped_matmul(x, ours, experts.index, starts, scales=scales, chip=self.chip)
+        y = grouped_matmul(x, ours, experts.index, starts, scales=scales, dtype=dtype, chip=self.chip)
         return y.reshape(x.shape[0], *ours[0].shape[1:-1])
 
     def grouped_gated_product(

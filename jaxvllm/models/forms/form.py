@@ -106,7 +106,9 @@ class Form(ABC):
         """Returns b x gated by a x for a matrix of the halves a and b, if the form has its own way to do that."""
         return None
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         """Multiplies each row of x [N, in] by the matrix of its group, as `over_groups` says: [N, ..].
 
         Group g has expert number g.
@@ -114,7 +116,7 @@ class Form(ABC):
 
         def of_stack(arrays: Arrays) -> jax.Array:
             return over_groups(
-                x, starts, lambda tile, group: self.product_in_stack(tile, arrays, experts.first + group)
+                x, starts, lambda tile, group: self.product_in_stack(tile, arrays, experts.first + group, dtype)
             )
 
         branches = [partial(of_stack, arrays) for arrays in experts.stacks]

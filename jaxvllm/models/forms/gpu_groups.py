@@ -203,10 +203,12 @@ class GpuGroups(ScaledGroups):
         y = self._product(x, [stack], 0, number, None, dtype)
         return super().product_in_stack(x, _without_filling(stack), number, dtype) if y is None else y
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         wide = self._filled(x, experts.stacks[0])
-        y = self._product(wide, experts.stacks, experts.index, experts.first, starts, None)
-        return super().grouped_product(x, experts, starts) if y is None else y
+        y = self._product(wide, experts.stacks, experts.index, experts.first, starts, dtype)
+        return super().grouped_product(x, experts, starts, dtype) if y is None else y
 
     def _filled(self, x: jax.Array, stack: Arrays) -> jax.Array:
         """Returns x with zeros for the inputs that the codes have beyond those of the matrix."""

@@ -85,9 +85,11 @@ class Packed(Form):
             return None
         return packed_matmul(x, _panels_of(matrices), index, size=self._size, gate=gating, chip=self.chip)
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         stacks = _panels_of(experts.stacks)
-        y = packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, chip=self.chip)
+        y = packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, dtype=dtype, chip=self.chip)
         return y.reshape(len(x), *self._outs)
 
     def grouped_gated_product(
@@ -159,11 +161,13 @@ class PackedInSteps(CpuKernel):
             return super().gated_product(x, matrices, index, gating)
         return form.gated_product(x, [_packed(form, matrices, index)], 0, gating)
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
         form = self._form(experts.stacks)
         if not isinstance(form, Packed):
-            return super().grouped_product(x, experts, starts)
-        return form.grouped_product(x, Experts([_packed(form, experts.stacks, experts.index)]), starts)
+            return super().grouped_product(x, experts, starts, dtype)
+        return form.grouped_product(x, Experts([_packed(form, experts.stacks, experts.index)]), starts, dtype)
 
     def grouped_gated_product(
         self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating

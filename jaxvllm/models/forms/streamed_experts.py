@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import jax
+from jax.typing import DTypeLike
 
 from jaxvllm.models.forms.form import Experts, Form, Gating
 from jaxvllm.models.forms.plain import MATRIX, Plain
@@ -29,9 +30,11 @@ class StreamedExperts(Plain):
     def kernel(self, x: jax.Array, stack: jax.Array, num_groups: int, gate: Gate | None) -> ExpertsKernel | None:
         """Returns what multiplies x by matrices of this stack, or None where no kernel does."""
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
-        y = self._product(x, experts, starts, None)
-        return super().grouped_product(x, experts, starts) if y is None else y
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        y = self._product(x, experts, starts, None) if dtype in (None, x.dtype) else None
+        return super().grouped_product(x, experts, starts, dtype) if y is None else y
 
     def grouped_gated_product(
         self, x: jax.Array, experts: Experts, starts: jax.Array, gating: Gating

@@ -171,8 +171,10 @@ class TpuGroups(FewBits):
     ) -> jax.Array:
         return self._product(x, stack, jnp.array([0, len(x)], jnp.int32), number, dtype)
 
-    def grouped_product(self, x: jax.Array, experts: Experts, starts: jax.Array) -> jax.Array:
-        branches = [partial(self._product, x, stack, starts, experts.first) for stack in experts.stacks]
+    def grouped_product(
+        self, x: jax.Array, experts: Experts, starts: jax.Array, dtype: DTypeLike | None = None
+    ) -> jax.Array:
+        branches = [partial(self._product, x, stack, starts, experts.first, dtype) for stack in experts.stacks]
         # Layers have arrays of their own on a CPU alone, where the kernel is interpreted.
         result: jax.Array = jax.lax.switch(experts.index, branches) if len(branches) > 1 else branches[0]()
         return result
