@@ -13,8 +13,8 @@ import zmq
 from jaxvllm.core.kv_transfer_config import KVTransferConfig
 from jaxvllm.core.request import GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
-from jaxvllm.engine import page_exchange
 from jaxvllm.engine.page_exchange import make_connector
+from jaxvllm.kv_transfer import peer_connector, transports
 from jaxvllm.kv_transfer.page_format import Page, PageArray, PageFormat
 from jaxvllm.kv_transfer.page_memory import PageMemory
 from jaxvllm.kv_transfer.page_server import PageServer
@@ -90,8 +90,8 @@ def test_replicas_of_a_host_listen_at_ports_of_their_own(form: PageFormat) -> No
 def test_a_port_that_can_end_the_engine_is_open_to_others_with_a_warning(
     form: PageFormat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(page_exchange, "DeviceTransport", lambda form, like, host: TcpTransport(form))
-    monkeypatch.setattr(page_exchange, "PeerConnector", lambda *_: None)
+    monkeypatch.setattr(transports, "DeviceTransport", lambda form, like, host: TcpTransport(form))
+    monkeypatch.setattr(peer_connector, "PeerConnector", lambda *_: None)
     extra = {"secret": SECRET, "transport": "device"}
     for address in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "10.0.0.7", "127.0.0.1.example", "host"):
         caplog.clear()
