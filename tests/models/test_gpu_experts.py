@@ -53,6 +53,7 @@ def test_what_the_kernel_does_not_take_xla_multiplies(monkeypatch: pytest.Monkey
 def test_is_chosen_for_gpus_alone() -> None:
     backend = Backend("gpu", CHIP)
     on_gpu = Forms.chosen(None, backend, may_turn=False)
-    assert on_gpu == Forms(experts=GpuExperts(CHIP), stored=FewBitsForms(backend))
+    of_experts = GpuExperts(CHIP)
+    assert on_gpu == Forms(experts=of_experts, expert_adapters=of_experts, stored=FewBitsForms(backend))
     assert not isinstance(Forms.chosen("int8", backend, may_turn=False).experts, GpuExperts)
     assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms(stored=FewBitsForms())
