@@ -59,6 +59,8 @@ def test_without_room_xla_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_is_chosen_for_tpus_alone() -> None:
     backend = Backend("tpu", CHIP)
     on_tpu = Forms.chosen(None, backend, may_turn=False)
-    assert on_tpu == Forms(experts=TpuExperts(CHIP), stored=FewBitsForms(backend), pads_tables=True)
+    of_experts = TpuExperts(CHIP)
+    stored = FewBitsForms(backend)
+    assert on_tpu == Forms(experts=of_experts, expert_adapters=of_experts, stored=stored, pads_tables=True)
     assert not isinstance(Forms.chosen("int8", backend, may_turn=False).experts, TpuExperts)
     assert Forms.chosen(None, REFERENCE, may_turn=False) == Forms(stored=FewBitsForms())
