@@ -82,7 +82,7 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--lora-dtype", "float32"], ["--lora-dtype: leave it out (adapters have the dtype of the model)"]),
         (["generate", "hi", "--enable-lora"], ["unknown option --enable-lora"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
-        (["serve", "-q", "awq"], ["-q: use --quantization int8 (quantized checkpoints"]),
+        (["serve", "-q", "experts_int8"], ["-q: use --quantization int8 (or leave it out if the checkpoint is quan"]),
         (["serve", "--kv-offloading-size=8"], ["--kv-offloading-size: use --kv-transfer-config '{\"kv_connector"]),
         (["serve", "-sc.method=x", "--structured-outputs-config.enable_in_reasoning=true"],
          ["--structured-outputs-config.enable_in_reasoning: leave it out (the form of an answer"]),
@@ -100,8 +100,8 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["convert", "--nonsense"], ["unknown option --nonsense"]),
         # All at once: a user who brings a command line of vLLM's mends it in one go.
         (
-            ["serve", "-tp", "8", "--lora-target-modules", "x", "--enforce-eager", "--xyz", "--runner", "draft"],
-            ["--lora-target-modules: leave", "--runner: leave", "unknown option --xyz"],
+            ["serve", "-tp", "8", "--lora-dtype", "float32", "--enforce-eager", "--xyz", "--runner", "draft"],
+            ["--lora-dtype: leave", "--runner: leave", "unknown option --xyz"],
         ),
     ],
 )  # fmt: skip
