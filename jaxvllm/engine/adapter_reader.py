@@ -38,18 +38,8 @@ class AdapterReader:
 
         Raises ValueError for arrays that are missing, unexpected, of another shape or dtype, or not finite.
         """
-        like = self._empty()
         try:
-            given = checked_tree(tree, like, like_what="llm.lora_weights(lora_request)")
-        except ValueError as error:
-            raise ParameterError(f"the adapter {name!r}: {error}", "tensors") from error
-        arrays = jax.tree.map(np.array, given)  # the caller may write to its own
-        for path, array in jax.tree.leaves_with_path(arrays):
-            if not np.isfinite(array.astype(np.float32)).all():
-                where = jax.tree_util.keystr(path)
-                raise ParameterError(f"the adapter {name!r}: {where} has numbers that are not finite", "tensors")
-        try:
-            self._put_parts(arrays, like)
+            arrays = self._checked(tree)
         except ValueError as error:
             raise ParameterError(f"the adapter {name!r}: {error}", "tensors") from error
         has_magnitudes = any(array.any() for key, array in _in_layers(arrays) if key.startswith(RATIO))
@@ -58,6 +48,17 @@ class AdapterReader:
         for array in jax.tree.leaves(arrays):
             digest.update(f"\n{array.dtype} {array.shape}\n".encode() + array.tobytes())
         return LoraAdapter(name, digest.digest(), arrays, has_magnitudes)
+
+    def _checked(self, tree: Mapping[str, Any]) -> Any:
+        """Returns arrays of our own for those of a tree. Raises ValueError for what is wrong with these."""
+        like = self._empty()
+        given = checked_tree(tree, like, like_what="llm.lora_weights(lora_request)")
+        arrays = jax.tree.map(np.array, given)  # the caller may write to its own
+        for path, array in jax.tree.leaves_with_path(arrays):
+            if not np.isfinite(array.astype(np.float32)).all():
+                raise ValueError(f"{jax.tree_util.keystr(path)} has numbers that are not finite")
+        self._put_parts(arrays, like)
+        return arrays
 
     def _empty(self) -> Any:
         """Returns the arrays of an adapter that adds nothing, with the numbers of all parts."""

@@ -9,7 +9,9 @@ from llvmlite import ir
 from pallas_kernels.cpu.amx import release_tiles
 from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.tile_product import (
+    FETCHED_LINES,
     FEW,
+    LINE,
     MANY,
     TileOperand,
     add_tile_product,
@@ -29,7 +31,8 @@ TOGETHER = 512 * 1024
 MOST_TOGETHER = 8
 # The first rows fetch the panels of the next item, each 32 of them a half. 64 rows of 4096x384 took 0.82 of the time
 # where the matrix was in no near cache, and where all rows fetched, 512 rows of 384x2048 1.17 (Sapphire Rapids).
-FETCHING_ROWS, FETCHED_BYTES = 64, 2048
+FETCHING_ROWS = 64
+FETCHED_BYTES = 2 * FETCHED_LINES * LINE  # by 32 rows, of 64 columns
 ITEMS_PER_THREAD = 4  # at least, so that no thread waits long for the last one
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_loop
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import exp2, first_lanes, lane, tanh
-from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products, VectorProducts
+from pallas_kernels.ragged_paged_attention.cpu.products import FLOAT, VECTORS, Operands, Products
 from pallas_kernels.ragged_paged_attention.cpu.softmax import MASKED, NO_PEAK, weigh_functions
 
 MAX_QUERIES = 64  # of a tile, the heads of a group counted, unless one group has more
@@ -262,9 +262,7 @@ def _add_values(item: _Item, scratch: _Scratch, products: Products, block: Value
     """Adds the weighted values of the tokens from `low` to before `high` of a block to the sums."""
     call, e, M = item.call, item.e, item.num_queries
     V, width, step, per_unit = call.value_size, item.block * FLOAT, products.step, call.operands.per_unit
-    in_pages = e.integer(0)
-    if isinstance(products, VectorProducts) and products.values_in_pages:
-        in_pages = e.select(M <= FEW, e.integer(1), e.integer(0))
+    in_pages = e.select(M <= FEW, e.integer(1), e.integer(0)) if products.values_in_pages else e.integer(0)
     together = max(step, e.lanes)
     with e.loop(low // together * together, (high + (step - 1)) // step * step, e.lanes) as t:
         start, end = e.max(low, t) - t, e.min(high, t + e.lanes) - t
@@ -273,7 +271,7 @@ def _add_values(item: _Item, scratch: _Scratch, products: Products, block: Value
         with e.when(in_pages.equals(0)):
             place = scratch.values + t // per_unit * V * FLOAT
             e.call(products.pack, values, ahead, place, V, call.width, start, end)
-        if isinstance(products, VectorProducts):
+        if products.values_in_pages:
             with e.when(in_pages > 0):
                 for count, m in e.groups(tuple(products.values_in_pages), M):
                     weights, sums = scratch.logits + m * width + t * FLOAT, scratch.sums + m * V * FLOAT

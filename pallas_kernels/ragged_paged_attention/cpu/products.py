@@ -53,8 +53,9 @@ class Operands:
 
     @classmethod
     def of(cls, chip: CpuChip, dtype: str, kv_dtype: str) -> Self:
-        in_tiles = dtype == kv_dtype == "bfloat16" and chip.has_bf16_tiles
-        return cls(dtype, kv_dtype, in_tiles or (dtype == kv_dtype == "bfloat16" and chip.has_bf16_dot), in_tiles)
+        are_bfloat16 = dtype == kv_dtype == "bfloat16"
+        in_tiles = are_bfloat16 and chip.has_bf16_tiles
+        return cls(dtype, kv_dtype, in_tiles or (are_bfloat16 and chip.has_bf16_dot), in_tiles)
 
     @property
     def per_unit(self) -> int:
@@ -72,20 +73,21 @@ class Products(ABC):
 
     transpose: ir.Function
     pack: ir.Function
+    values_in_pages: dict[int, ir.Function]  # none where operands are pairs
 
     @classmethod
     def emit(cls, e: Emitter, operands: Operands) -> "Products":
         transpose = _transpose(e, operands)
         if operands.in_tiles:
-            return TileProducts(transpose, _pack_pairs(e, whole_vectors=True), tile_product(e), few_rows_product(e))
+            return TileProducts(transpose, _pack_pairs(e, whole_vectors=True), {}, tile_product(e), few_rows_product(e))
         # Groups of three heads are common. As two and one, each value was loaded and converted twice.
         sizes = [n for n in (6, 4, 3, 2, 1) if n <= e.chip.group_sizes[0]]
         return VectorProducts(
             transpose,
             _pack_pairs(e, whole_vectors=False) if operands.in_pairs else _pack(e, operands.kv_dtype),
+            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
             {n: _dots(e, n, operands) for n in sizes},
             {n: _values(e, n, operands) for n in sizes},
-            {} if operands.in_pairs else {n: _values_in_pages(e, n, operands.kv_dtype) for n in sizes},
         )
 
     @abstractmethod
@@ -123,11 +125,10 @@ class Products(ABC):
 
 @dataclass(frozen=True)
 class VectorProducts(Products):
-    """Products by vectors. Values are read in their pages only where operands are no pairs."""
+    """Products by vectors."""
 
     dots: dict[int, ir.Function]
-    values: dict[int, ir.Function]
-    values_in_pages: dict[int, ir.Function]
+    values: dict[int, ir.Function]  # of packed values
 
     step = 1
 
