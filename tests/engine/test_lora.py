@@ -20,7 +20,7 @@ from jaxvllm.models.params import head_of
 from jaxvllm.runtime.readouts.readout import Forwarded
 from tests.conftest import Compilations
 from tests.engine.test_disaggregation import DECODE, PEER
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, tiny_llm
 from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
 
@@ -54,14 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
-    """The greedy tokens of the merged weights that each prompt is to have."""
-    found = {}
-    with tiny_llm(checkpoint) as llm:
-        for who in sorted(set(WHO)):
-            llm.update_weights(FIXTURE.weights() if who == 0 else ADAPTERS[who - 1].merged())
-            own = [prompt for prompt, of in zip(PROMPTS, WHO, strict=True) if of == who]
-            found[who] = iter(greedy_tokens(llm, own))
-    return [next(found[who]) for who in WHO]
+    return merged_tokens(checkpoint, [FIXTURE.weights(), *(one.merged() for one in ADAPTERS)], PROMPTS, WHO)
 
 
 @pytest.fixture(scope="module")

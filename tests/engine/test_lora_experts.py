@@ -8,7 +8,7 @@ import pytest
 
 from jaxvllm import LLM, LoRARequest
 from tests.conftest import Compilations
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, tiny_llm
 from tests.models.adapters import FusedAdapter, RandomAdapter
 from tests.models.fixture import Fixture
 
@@ -38,14 +38,7 @@ def tokens_of(llm: LLM, requests: list[LoRARequest | None]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: Path) -> list[list[int]]:
-    """The greedy tokens of the merged weights that each prompt is to have."""
-    found = {}
-    with tiny_llm(checkpoint) as llm:
-        for who in sorted(set(WHO)):
-            llm.update_weights(FIXTURE.weights() if who == 0 else ADAPTERS[who - 1].merged())
-            own = [prompt for prompt, of in zip(PROMPTS, WHO, strict=True) if of == who]
-            found[who] = iter(greedy_tokens(llm, own))
-    return [next(found[who]) for who in WHO]
+    return merged_tokens(checkpoint, [FIXTURE.weights(), *(one.merged() for one in ADAPTERS)], PROMPTS, WHO)
 
 
 @pytest.mark.parametrize(

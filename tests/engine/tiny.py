@@ -127,6 +127,19 @@ def greedy_tokens(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int = 
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def merged_tokens(
+    checkpoint: Path, weights: Sequence[Any], prompts: Sequence[Sequence[int]], who: Sequence[int]
+) -> list[list[int]]:
+    """The greedy tokens of each prompt with the weights whose number `who` says, in an engine without adapters."""
+    found = {}
+    with tiny_llm(checkpoint) as llm:
+        for number in sorted(set(who)):
+            llm.update_weights(weights[number])
+            own = [prompt for prompt, of in zip(prompts, who, strict=True) if of == number]
+            found[number] = iter(greedy_tokens(llm, own))
+    return [next(found[number]) for number in who]
+
+
 class Recomputation:
     """The model without pages, batches and caches: every call computes the whole sequence by dense attention."""
 
