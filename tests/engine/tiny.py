@@ -88,10 +88,11 @@ def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[N
 
 
 @contextmanager
-def one_program(num_tokens: int = 16, num_rows: int = 8) -> Iterator[None]:
+def one_program(num_tokens: int = 16, num_rows: int = 8, is_adapted: bool = False) -> Iterator[None]:
     """Engines that start within have the bucket that holds every plan of so many rows, and no other."""
+    bucket = Bucket(num_tokens, num_rows, is_adapted=is_adapted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((Bucket(num_tokens, num_rows),)))
+        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((bucket,)))
         yield
 
 
