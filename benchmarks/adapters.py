@@ -145,7 +145,7 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
         axes.set_yticks(range(len(CASES)), list(CASES))
         axes.set_title(f"{title}: {cases[ALONE]['least']:.1f} ms without", fontsize=9)
     panels[0].invert_yaxis()
-    panels[0].set_xlim(-3, 20)
+    panels[0].margins(x=0.2)
     what = f"A decode step of {ROWS} rows with adapters of rank {record['rank']}: how much longer it takes"
     figure.suptitle(f"{what} ({record['device']['cpu']}, {len(record['device']['cores'])} cores)", fontsize=10)
     figure.savefig(picture, dpi=100)
