@@ -208,7 +208,7 @@ class Forms:
         experts = PLAIN if isinstance(layers, Turned) else layers
         if quantization is not None:
             experts = in_few_bits.named(quantization, of_experts=True)
-        # The rows of a table are looked up, and adapters come and go, so that neither is put into another order.
+        # Adapters come and go, so that they are not put into another order.
         as_stored: Form = PLAIN if chip is None else CpuKernel(chip)
         streamed = as_stored
         if isinstance(backend.chip, TpuChip):
@@ -218,7 +218,7 @@ class Forms:
         if quantization is None and isinstance(streamed, StreamedExperts):
             experts = streamed
         stored = in_few_bits if quantization is None else None
-        head, table = usual, as_stored
+        head, table = usual, PLAIN if chip is None else usual
         if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
             head = CpuGroups(_HEAD, _HEAD.group, chip)
             table = CodeTable(head, jnp.dtype(dtype).name)
