@@ -1,8 +1,9 @@
 """Measures a model on this checkout beside another one, in one run whose rounds alternate between them.
 
 Each checkout has an engine in a process of its own, which sleeps while the other is measured. One request runs, or
-sixteen or 64 at once, with 128 tokens in and 128 out, greedy; of the shape of Qwen3 0.6B one or eight, with 64 in. This prints output tokens a second, the ratio of the
-medians, the host's time for a token, and how long the programs took to compile with no cache, and writes
+sixteen or 64 at once, with 128 tokens in and 128 out, greedy; of the shape of Qwen3 0.6B one or eight, with 64 in.
+This prints output tokens a second, the ratio of the medians, the host's time for a token, and how long the programs
+took to compile with no cache, and writes
 benchmarks/results/commits-DATE-COMMIT.json.
 
     python -m benchmarks.commits ../wt/base [--model 0.6B] [--dtype bfloat16] [--rounds 7]
@@ -56,7 +57,8 @@ def main() -> None:
     starts = [{"engine": worker.name} | worker.start for worker in workers]
     for one in starts:
         print(f"{one['engine']}: {one['seconds']:.1f} s ({one['cpu_seconds']:.1f} s of CPU) until all was compiled")
-    written = write_record("commits", device, {"model": args.model, "dtype": args.dtype, "results": results, "starts": starts})
+    record = {"model": args.model, "dtype": args.dtype, "results": results, "starts": starts}
+    written = write_record("commits", device, record)
     print(f"\nwritten to {written.relative_to(ROOT)}")
 
 
