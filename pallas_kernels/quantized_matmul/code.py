@@ -14,6 +14,47 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
+class NumberTable:
+    """The numbers that 16 codes of four bits stand for: integers of eight bits times a power of two."""
+
+    integers: tuple[int, ...]
+    unit: float = 1.0
+
+    @classmethod
+    def with_signs(cls, unit: float, *sizes: int) -> "NumberTable":
+        """Returns the table of up to eight sizes, whose negative numbers have the highest bit. Others are 0."""
+        padded = (*sizes, *(0 for _ in range(8 - len(sizes))))
+        return cls((*padded, *(-size for size in padded)), unit)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers f32[16]."""
+        return np.array(self.integers, np.float32) * np.float32(self.unit)
+
+    @property
+    def unsigned(self) -> tuple[int, ...]:
+        """The integers plus `zero`, so that none is negative."""
+        return tuple(number + self.zero for number in self.integers)
+
+    @property
+    def zero(self) -> int:
+        """The least number that makes all integers positive or 0 when it is added."""
+        return -min(self.integers)
+
+
+# E2M1, and what the types of GGUF files have whose codes are places in tables or in grids. A number of a grid is one
+# of a few sizes with a sign; those of IQ1_S and IQ1_M are -1, 0 and 1, to which 1/8 is added or taken away.
+_TABLES: Mapping[str, NumberTable] = {
+    "float4_e2m1fn": NumberTable.with_signs(0.5, 0, 1, 2, 3, 4, 6, 8, 12),
+    "iq4": NumberTable((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)),
+    "iq3_xxs": NumberTable.with_signs(0.25, 4, 12, 20, 28, 36, 44, 52, 62),
+    "iq3_s": NumberTable.with_signs(1.0, 1, 3, 5, 7, 9, 11, 13, 15),
+    "iq2": NumberTable.with_signs(0.125, 8, 25, 43),
+    "iq1": NumberTable((-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0), 0.125),
+}
+
+
+@dataclass(frozen=True)
 class Code:
     """A kind of numbers. A number of eight bits is an element of an array. Two numbers of four bits are one byte.
 
@@ -21,22 +62,40 @@ class Code:
     its bits among two arrays.
     """
 
-    name: Literal["int8", "uint4", "uint5", "uint6", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+    name: Literal[
+        "int8", "uint4", "uint5", "uint6", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+        "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1",
+    ]  # fmt: skip
 
     @property
     def bits(self) -> int:
         """The bits that a number has."""
-        return {"uint4": 4, "float4_e2m1fn": 4, "uint5": 5, "uint6": 6}.get(self.name, 8)
+        return 4 if self.number_table else {"uint4": 4, "uint5": 5, "uint6": 6}.get(self.name, 8)
 
     @property
     def per_byte(self) -> int:
         """The numbers that a byte has."""
-        return 2 if self.name in ("uint4", "float4_e2m1fn") else 1
+        return 2 if self.bits == 4 else 1
 
     @property
     def dtype(self) -> str:
         """The dtype of arrays of these numbers."""
         return "uint8" if self.bits < 8 else self.name
+
+    @property
+    def number_table(self) -> NumberTable | None:
+        """The numbers that codes of four bits stand for, if they are no integers from 0 on."""
+        return _TABLES.get(self.name)
+
+    @property
+    def is_of_gguf(self) -> bool:
+        """Whether only GGUF files have such numbers, which no kernel of GPUs and TPUs knows."""
+        return self.number_table is not None and self != FLOAT4
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a number stands for 0."""
+        return self.number_table is None or 0 in self.number_table.integers
 
     @property
     def zero(self) -> int:
@@ -46,42 +105,57 @@ class Code:
     @property
     def table(self) -> np.ndarray:
         """The value of each byte that holds a single number, f32[256]. Four bits say nothing of bytes beyond 15."""
-        if self.name == "float4_e2m1fn":
-            return np.tile(np.array([*_E2M1, *(-value for value in _E2M1)], np.float32), 16)
+        if self.number_table is not None:
+            return np.tile(self.number_table.numbers, 16)
         return np.arange(256).astype(np.uint8).view(_DTYPES[self.dtype]).astype(np.float32)
 
     def numbers(self, array: jax.Array) -> jax.Array:
         """Returns the numbers f32[.., in] of an array [.., in], or [.., in / 2] where a byte has two."""
         if self.per_byte == 1:
             return array.astype(jnp.float32)
-        both = jnp.stack([array & 15, array >> 4], axis=-1).reshape(*array.shape[:-1], -1)
-        if self.name == "uint4":
-            return both.astype(jnp.float32)
+        return self.numbers_of_codes(jnp.stack([array & 15, array >> 4], axis=-1).reshape(*array.shape[:-1], -1))
+
+    def numbers_of_codes(self, codes: jax.Array) -> jax.Array:
+        """Returns the numbers f32[.., in] of codes of four to six bits u8[.., in], one in each byte."""
+        if self.number_table is None:
+            return codes.astype(jnp.float32)
+        if self != FLOAT4:
+            return jnp.asarray(self.number_table.numbers)[codes]
         # The values of the eight steps lie on three lines, of which the highest counts.
-        step = (both & 7).astype(jnp.float32)
+        step = (codes & 7).astype(jnp.float32)
         size = jnp.maximum(jnp.maximum(step / 2, step - 2), 2 * step - 8)
-        return jnp.where(both > 7, -size, size)
+        return jnp.where(codes > 7, -size, size)
 
     def rounded(self, values: jax.Array) -> jax.Array:
         """Returns the numbers nearest to values f32[.., in], of which none is beyond `largest`, as an array of them."""
-        if self.per_byte == 1:
-            if self.zero:
-                return (jnp.clip(jnp.round(values), -self.zero, self.zero - 1) + self.zero).astype(jnp.uint8)
-            dtype = _DTYPES[self.name]
-            return (jnp.round(values) if self.name == "int8" else values).astype(dtype)
-        if self.name == "uint4":
-            steps = (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
-        else:
+        if self.per_byte == 2:
+            codes = self.nearest_codes(values)
+            return codes[..., ::2] | codes[..., 1::2] << 4
+        if self.zero:
+            return (jnp.clip(jnp.round(values), -self.zero, self.zero - 1) + self.zero).astype(jnp.uint8)
+        dtype = _DTYPES[self.name]
+        return (jnp.round(values) if self.name == "int8" else values).astype(dtype)
+
+    def nearest_codes(self, values: jax.Array) -> jax.Array:
+        """Returns the codes of four bits that are nearest to values f32[.., in], one in each byte."""
+        if self.number_table is None:
+            return (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
+        if self == FLOAT4:
             middles = [(low + high) / 2 for low, high in pairwise(_E2M1)]
             size = sum((jnp.abs(values) > middle).astype(jnp.uint8) for middle in middles)
-            steps = size + jnp.where(values < 0, 8, 0).astype(jnp.uint8)
-        return steps[..., ::2] | steps[..., 1::2] << 4
+            return size + jnp.where(values < 0, 8, 0).astype(jnp.uint8)
+        numbers, codes = np.unique(self.number_table.numbers, return_index=True)
+        middles = [float(low + high) / 2 for low, high in pairwise(numbers)]
+        place = sum((values > middle).astype(jnp.uint8) for middle in middles)
+        return jnp.asarray(codes.astype(np.uint8))[place]
 
     @property
     def largest(self) -> float:
         """The value that the largest element of a group is rounded to."""
+        if self.number_table is not None:
+            return float(min(self.number_table.numbers.max(), -self.number_table.numbers.min()))
         sizes: Mapping[str, float] = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
-        return self.zero - 1 if self.zero else sizes.get(self.name, _E2M1[-1])
+        return self.zero - 1 if self.zero else sizes[self.name]
 
 
 _DTYPES: Mapping[str, np.dtype] = {
@@ -92,6 +166,8 @@ _DTYPES: Mapping[str, np.dtype] = {
 }
 INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
 UINT5, UINT6 = Code("uint5"), Code("uint6")
+IQ4, IQ3_XXS, IQ3_S = Code("iq4"), Code("iq3_xxs"), Code("iq3_s")
+IQ2, IQ1 = Code("iq2"), Code("iq1")
 E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
 # The codes of arrays whose elements are single numbers.
 BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, E4M3, E5M2)}

@@ -90,6 +90,8 @@ class FewBitsForms:
             return on_cpu
         if stored.is_nested:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
+        if stored.code.is_of_gguf and not self.by_tile:
+            return None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
             return RoundedTokens(code=stored.code)
         if self._gpu is not None and (group is None or takes_group(stored.code, group, stored.scale_dtype)):

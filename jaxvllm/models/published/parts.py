@@ -30,6 +30,17 @@ class Stored:
 
 
 @dataclass(frozen=True, eq=False)
+class Typed:
+    """Values that `dtype` holds as they are, as if an array of it had them."""
+
+    part: Part
+    dtype: str
+
+    def __call__(self, box: Box) -> np.ndarray:
+        return self.part(box)
+
+
+@dataclass(frozen=True, eq=False)
 class Codes:
     """The values of codes, to each of which `added` is added.
 
@@ -63,14 +74,7 @@ class ByGroup:
     @property
     def dtype(self) -> str:
         """The dtype that holds all values of `part`."""
-        if self.part_is_e4m3:
-            return E4M3.name
-        return self.part.array.dtype.name if isinstance(self.part, Stored) else "float32"
-
-    @property
-    def part_is_e4m3(self) -> bool:
-        """Whether the values of `part` are numbers of E4M3 as they are stored."""
-        return isinstance(self.part, Codes) and self.part.code == E4M3 and not self.part.added
+        return _dtype_of(self.part)
 
     def __call__(self, box: Box) -> np.ndarray:
         start, shape, places = list(box.start), list(box.shape), []
@@ -231,6 +235,8 @@ def turned(part: Part) -> Part:
         return part.turned
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
+    if isinstance(part, Typed):
+        return Typed(turned(part.part), part.dtype)
     return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)
 
 
@@ -247,10 +253,30 @@ def in_rows(flat: Part, columns: int) -> Part:
 
 def alternating(parts: Sequence[Part], axis: int) -> Part:
     """Returns values of which each part has every so many along an axis, in turn."""
+    return _in_turn(parts, axis, np.dtype(np.float32))
+
+
+def alternating_codes(parts: Sequence[ScaledCodes], axis: int) -> ScaledCodes | None:
+    """Returns the same of codes and scales, or None if parts have them in different ways, or more than these."""
+    first = parts[0]
+    if any((one.factors, one.mins, one.zeros, one.input_scale) != (None,) * 4 for one in parts):
+        return None
+    kinds = {(one.codes.code, one.codes.added, one.scales.dtype, one.scales.factor, one.scales.groups) for one in parts}
+    if len(kinds) > 1 or first.scales.groups[axis] != 1:
+        return None
+    code, scales = first.codes.code, first.scales
+    codes = _in_turn([one.codes.read for one in parts], axis, np.dtype(code.dtype))
+    of_groups = _in_turn([one.scales.part for one in parts], axis, np.dtype(np.float32))
+    return ScaledCodes(
+        Codes(code, codes, first.codes.added), replace(scales, part=Typed(of_groups, scales.dtype)), None
+    )
+
+
+def _in_turn(parts: Sequence[Part], axis: int, dtype: np.dtype) -> Part:
     count = len(parts)
 
     def values(box: Box) -> np.ndarray:
-        out = np.empty(box.shape, np.float32)
+        out = np.empty(box.shape, dtype)
         for number, part in enumerate(parts):
             # The elements of this part that the box has.
             first, stop = (-(-(end - number) // count) for end in (box.start[axis], box.stop[axis]))
@@ -293,6 +319,16 @@ def _scaled(values: Part, scales: Part, zeros: Part | None, box: Box) -> np.ndar
         found -= zeros(box)
     found *= scales(box)
     return found
+
+
+def _dtype_of(part: Part) -> str:
+    if isinstance(part, Typed):
+        return part.dtype
+    if isinstance(part, Codes) and part.code == E4M3 and not part.added:
+        return E4M3.name
+    if isinstance(part, ByGroup) and part.factor == 1:
+        return _dtype_of(part.part)
+    return part.array.dtype.name if isinstance(part, Stored) else "float32"
 
 
 def _bytes_of(dtype: np.dtype) -> np.ndarray:
