@@ -133,6 +133,7 @@ def test_matrices_are_rounded_while_they_are_read(quantization: str, tiny_checkp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreted_kernels")
 def test_the_kernel_for_tpus_gives_the_tokens_of_the_decoded_model_on_a_mesh(tmp_path: Path) -> None:
     # One layer, of which two devices have matrices that fill whole tiles. Others would be left in 16 bits. The prompts
     # come in chunks, and two share a page.
