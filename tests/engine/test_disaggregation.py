@@ -79,7 +79,7 @@ def consumer(producer: LLM, tiny_checkpoint: Path) -> Iterator[LLM]:
     # Pages travel whole, so that it matters to none of the two how many devices the other has: each mesh is here once.
     mesh = {"1x1": "2x1", "1x2": "1x1"}[producer.config.mesh]
     # Other chunks than the producer's.
-    with peer(tiny_checkpoint, mesh=mesh, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
+    with one_program(24), peer(tiny_checkpoint, mesh=mesh, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
         yield llm
         assert_idle(llm)
 

@@ -1,16 +1,17 @@
 """Adapters of experts in an engine: each request gets the tokens of its merged weights, on every kind of mesh."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from jaxvllm import LLM, LoRARequest
 from tests.conftest import Compilations
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, one_program, tiny_llm
 from tests.models.adapters import FusedAdapter, RandomAdapter
 from tests.models.fixture import Fixture
+from tests.quick import programs_in_advance
 
 FIXTURE = Fixture.load("qwen3_moe")
 # Experts one by one beside the router and attention, and parameters of all experts.
@@ -59,7 +60,8 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     expected: list[list[int]],
     compilations: Callable[[], AbstractContextManager[Compilations]],
 ) -> None:
-    with tiny_llm(checkpoint, **OPTIONS, **options) as llm:
+    bursts = nullcontext() if not options else one_program()
+    with programs_in_advance(), bursts, tiny_llm(checkpoint, **OPTIONS, **options) as llm:
         base = greedy_tokens(llm, PROMPTS)
         assert greedy_tokens(llm, PROMPTS) == base
         assert all((mine == theirs) == (who == 0) for mine, theirs, who in zip(expected, base, WHO, strict=True))

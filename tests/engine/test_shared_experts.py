@@ -34,7 +34,7 @@ from tests.engine.tiny import (
     write_tiny_checkpoint,
 )
 from tests.models.fixture import Fixture
-from tests.quick import rare_programs
+from tests.quick import programs_in_advance
 
 SHARED: dict[str, Any] = {"enable_expert_parallel": True}
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
@@ -101,7 +101,7 @@ def expected(directory: Path) -> list[Any]:
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     drafts = SUFFIX if request.param == "2x2x1" else NGRAM
-    with rare_programs(on_demand=False), all_drafts_or_none():
+    with programs_in_advance(), all_drafts_or_none():
         llm = tiny_llm(directory, mesh=request.param, speculative_config=drafts, **SHARED, **OPTIONS)
     with llm:
         yield llm
