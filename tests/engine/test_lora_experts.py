@@ -137,7 +137,7 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     [
         {"mesh": "2x2"},
         pytest.param({"mesh": "2x2", "all2all_backend": "ragged_all_to_all"}, marks=pytest.mark.slow),
-        pytest.param({"mesh": "2x1x2", "attention_backend": "reference"}, marks=pytest.mark.slow),
+        pytest.param({"mesh": "2x1x2"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
