@@ -2,31 +2,41 @@
 
 16 rows decode after short prompts: in an engine without room for adapters, and in one with room for two, where no row,
 half of the rows or all of them have one adapter, or both halves have one each. The adapters change all matrices of all
-layers. The cases take turns, and of each the quickest step counts, because whatever else the machine does only slows
-steps down. It prints a table and writes benchmarks/results/adapters-DATE-COMMIT.json.
+layers, those of experts, too. All models, dtypes and cases take turns, and of each the quickest step counts, because
+whatever else the machine does only slows steps down. Medians are told beside them. Programs come from the cache of
+compiled ones, so a first run with `--rounds 1` spares the next one the time to compile. It prints a table and writes
+benchmarks/results/adapters-DATE-COMMIT.json, and a picture of it.
 
-    python -m benchmarks.adapters [--model narrow 0.6B] [--rank 16] [--dtype float32] [--rounds 20]
+    python -m benchmarks.adapters [--model narrow wide experts] [--rank 16] [--dtype float32 bfloat16] [--rounds 8]
 """
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.qwen3 import qwen3, qwen3_600m, write_model
+from benchmarks.qwen3 import MODEL_EXPERTS, qwen3, qwen3_600m, write_model
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, LoRARequest, SamplingParams
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.lora_arrays import lora_modules
 
+# 512 and 1024 wide, the latter as Qwen3 0.6B is, with fewer layers and words.
 NARROW = qwen3(8, 512, 1536, 8, 4, 64, 4096, max_position_embeddings=1024, torch_dtype="float32")
-MODELS = {"narrow": NARROW, "0.6B": qwen3_600m(max_position_embeddings=1024)}
+WIDE = qwen3(6, 1024, 3072, 16, 8, 128, 4096, max_position_embeddings=1024, torch_dtype="float32")
+MODELS = {
+    "narrow": NARROW,
+    "wide": WIDE,
+    "experts": MODEL_EXPERTS,
+    "0.6B": qwen3_600m(max_position_embeddings=1024),
+}
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 16, 24
 # The adapter of each row, where there is room for any. 0 stands for none.
 CASES = {
@@ -36,12 +46,18 @@ CASES = {
     "all rows, two adapters": [1, 2] * (ROWS // 2),
 }
 ALONE = "no room for adapters"
+LIMIT = 10  # percent that one adapter may cost
 
 
 def write_adapter(directory: Path, config: dict[str, Any], rank: int, seed: int) -> LoRARequest:
-    """Writes a random adapter of all modules, as PEFT saves it."""
+    """Writes a random adapter of all modules of the layers, as PEFT saves it. Experts are modules one by one."""
     random, tensors = np.random.default_rng(seed), {}
-    for name, module in lora_modules(model_spec(config), find_family(config)).items():
+    modules = lora_modules(model_spec(config), find_family(config))
+    named = {(one.layer, one.matrix, one.part, one.expert): name for name, one in modules.items()}
+    for name in named.values():
+        module = modules[name]
+        if module.layer is None or module.num_experts is not None:
+            continue
         for side, shape in (("A", (rank, module.in_size)), ("B", (module.out_size, rank))):
             numbers = 0.01 * random.standard_normal(shape, np.float32)
             tensors[f"base_model.model.{name}.lora_{side}.weight"] = numbers
@@ -68,13 +84,12 @@ class DecodeSteps:
             enable_prefix_caching=False,
             async_scheduling=False,  # `engine.step` is one step, from its plan to its tokens
             warm_up="full",
-            compilation_cache="",
             **options,
         )
         self._random = np.random.default_rng(0)
 
-    def milliseconds(self, adapters: Sequence[LoRARequest | None]) -> float:
-        """Returns the time of the quickest of some steps, with what the host does for it."""
+    def milliseconds(self, adapters: Sequence[LoRARequest | None]) -> list[float]:
+        """Returns the times of some steps, with what the host does for them."""
         engine, times = self._llm.engine, list[float]()
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, detokenize=False)
         for number, adapter in enumerate(adapters):
@@ -86,40 +101,85 @@ class DecodeSteps:
             seconds = time.perf_counter() - start
             if any(one.num_prefill == 0 and one.num_decode == len(adapters) for one in engine.take_reports()):
                 times.append(1e3 * seconds)
-        return min(times)
+        return times
 
 
-def measure(config: dict[str, Any], dtype: str, rank: int, rounds: int, directory: Path) -> dict[str, float]:
-    """Returns the milliseconds of a step in each case."""
-    (directory / "model").mkdir()
-    write_model(directory / "model", config)
-    adapters = [None, *(write_adapter(directory / str(number), config, rank, number) for number in (1, 2))]
-    without = DecodeSteps(directory / "model", dtype)
-    room = DecodeSteps(directory / "model", dtype, enable_lora=True, max_loras=2, max_lora_rank=rank)
-    found: dict[str, list[float]] = {name: [] for name in (ALONE, *CASES)}
-    for _ in range(rounds):
-        found[ALONE].append(without.milliseconds([None] * ROWS))
+class Comparison:
+    """The engines of one model in one dtype, with room for adapters and without, and what was measured of them."""
+
+    def __init__(self, config: dict[str, Any], dtype: str, rank: int, directory: Path):
+        (directory / "model").mkdir(parents=True)
+        write_model(directory / "model", config)
+        self._adapters = [None, *(write_adapter(directory / str(number), config, rank, number) for number in (1, 2))]
+        self._without = DecodeSteps(directory / "model", dtype)
+        self._room = DecodeSteps(directory / "model", dtype, enable_lora=True, max_loras=2, max_lora_rank=rank)
+        self._times: dict[str, list[float]] = {name: [] for name in (ALONE, *CASES)}
+
+    def run(self) -> None:
+        """Measures each case once."""
+        self._times[ALONE] += self._without.milliseconds([None] * ROWS)
         for name, rows in CASES.items():
-            found[name].append(room.milliseconds([adapters[number] for number in rows]))
-    return {name: min(times) for name, times in found.items()}
+            self._times[name] += self._room.milliseconds([self._adapters[number] for number in rows])
+
+    def results(self) -> dict[str, dict[str, float]]:
+        """Returns the milliseconds of a step in each case: the least and the median."""
+        return {name: {"least": min(own), "median": statistics.median(own)} for name, own in self._times.items()}
+
+
+def draw(record: Mapping[str, Any], picture: Path) -> None:
+    """Writes a panel for each model and dtype: how much longer a step takes than without room for adapters."""
+    # Without pyplot, no display is needed and no global state is left behind.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    results = record["milliseconds"]
+    figure = Figure(figsize=(4.2 * len(results), 2.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(results), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, (title, cases) in zip(panels, results.items(), strict=True):
+        for place, name in enumerate(CASES):
+            percent = 100 * (cases[name]["least"] / cases[ALONE]["least"] - 1)
+            axes.barh(place, percent, color="#4269d0" if percent < LIMIT else "#ff725c")
+            axes.annotate(f" {percent:+.1f}%", (max(percent, 0), place), va="center", fontsize=9)
+        axes.axvline(LIMIT, linestyle="--", color="#374151", linewidth=1)
+        axes.set_yticks(range(len(CASES)), list(CASES))
+        axes.set_title(f"{title}: {cases[ALONE]['least']:.1f} ms without", fontsize=9)
+    panels[0].invert_yaxis()
+    panels[0].set_xlim(-3, 20)
+    what = f"A decode step of {ROWS} rows with adapters of rank {record['rank']}: how much longer it takes"
+    figure.suptitle(f"{what} ({record['device']['cpu']}, {len(record['device']['cores'])} cores)", fontsize=10)
+    figure.savefig(picture, dpi=100)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument("--model", nargs="+", choices=tuple(MODELS), default=["narrow", "wide", "experts"])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=dtypes)
+    parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    device, results = machine(), {}
-    print("| model | case | milliseconds | of the time without room |\n|---|---|---|---|")
-    for model in args.model:
-        with tempfile.TemporaryDirectory() as directory:
-            results[model] = measure(MODELS[model], args.dtype, args.rank, args.rounds, Path(directory))
-        for name, step in results[model].items():
-            print(f"| {model} | {name} | {step:.3f} | {step / results[model][ALONE]:.3f} |", flush=True)
-    record = {"rows": ROWS, "rank": args.rank, "dtype": args.dtype, "models": MODELS, "milliseconds": results}
-    print(f"\nwritten to {write_record('adapters', device, record).relative_to(ROOT)}")
+    device = machine()
+    with tempfile.TemporaryDirectory() as directory:
+        compared = {
+            f"{model}, {dtype}": Comparison(MODELS[model], dtype, args.rank, Path(directory, model, dtype))
+            for model in args.model
+            for dtype in args.dtype
+        }
+        for _ in range(args.rounds):
+            for one in compared.values():
+                one.run()
+    results = {title: one.results() for title, one in compared.items()}
+    print("| model | case | least ms | of that without room | of the medians |\n|---|---|---|---|---|")
+    for title, cases in results.items():
+        for name, own in cases.items():
+            shares = (f"{own[which] / cases[ALONE][which]:.3f}" for which in ("least", "median"))
+            print(f"| {title} | {name} | {own['least']:.3f} | {' | '.join(shares)} |")
+    models = {name: MODELS[name] for name in args.model}
+    record = {"rows": ROWS, "rank": args.rank, "rounds": args.rounds, "models": models, "milliseconds": results}
+    path = write_record("adapters", device, record)
+    draw(json.loads(path.read_text()), path.with_suffix(".png"))
+    print(f"\nwritten to {path.relative_to(ROOT)}, and drawn beside it")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Choices:
     experts: jax.Array  # i32[T, k]
     counts: jax.Array  # f32[T, k]: how much each of them counts
     is_needed: jax.Array | None  # bool[T]: see `LayerInput`; None: all tokens are needed
+    adapters: jax.Array | None = None  # i32[T]: the slots of their adapters, see `RowAdapters`; None: no token has one
 
 
 class ExpertExchange(Protocol):
@@ -116,7 +117,9 @@ class AllToAllExchange:
         assert choices.is_needed is not None, "a step knows its padding"
         more = -len(choices.experts) % self.mesh.axis.size
         experts, counts = (jnp.pad(x, ((0, more), (0, 0))) for x in (choices.experts, choices.counts))
-        return _gathered(Choices(experts, counts, jnp.pad(choices.is_needed, (0, more))), self.mesh.replicas)
+        adapters = None if choices.adapters is None else jnp.pad(choices.adapters, (0, more))
+        is_needed = jnp.pad(choices.is_needed, (0, more))
+        return _gathered(Choices(experts, counts, is_needed, adapters), self.mesh.replicas)
 
     def states(self, x: jax.Array, held: jax.Array, tokens: jax.Array) -> jax.Array:
         holders, size = self._holders(held), self.mesh.size
@@ -178,10 +181,13 @@ def _gathered(choices: Choices, replicas: ReplicaAxis) -> Choices:
     assert choices.is_needed is not None, "a step knows its padding"
     each = choices.experts.shape[1]
     counts = jax.lax.bitcast_convert_type(choices.counts, jnp.int32)
-    is_needed = choices.is_needed[:, None].astype(jnp.int32)
-    words = replicas.gather(jnp.concatenate([choices.experts, counts, is_needed], axis=1))
+    columns = [choices.experts, counts, choices.is_needed[:, None].astype(jnp.int32)]
+    if choices.adapters is not None:
+        columns.append(choices.adapters[:, None])
+    words = replicas.gather(jnp.concatenate(columns, axis=1))
     counts = jax.lax.bitcast_convert_type(words[:, each : 2 * each], jnp.float32)
-    return Choices(words[:, :each], counts, words[:, -1] != 0)
+    adapters = None if choices.adapters is None else words[:, -1]
+    return Choices(words[:, :each], counts, words[:, 2 * each] != 0, adapters)
 
 
 def _ranks(keys: jax.Array) -> jax.Array:

@@ -9,6 +9,9 @@ rows have. Elsewhere rows are multiplied by those of all slots of their expert, 
 themselves, and what is not of a row's own slot is set to zero in between. There are as many slots as there are, because
 a slot of experts takes so much memory that there are few.
 
+Where replicas share experts, an expert has slots for the adapters of all of them, because it multiplies rows of all. A
+device has its part of the experts, so each replica adds as much memory to it as if its experts were its own.
+
 A norm of DoRA would be one of each row of each expert. PEFT computes none for parameters, and it is refused.
 """
 
@@ -34,6 +37,12 @@ class ExpertLora:
     """
 
     room: LayerLora
+    num_replicas: int = 1  # that share the experts, each with the slots of the room
+
+    @property
+    def num_slots(self) -> int:
+        """The slots of all replicas."""
+        return self.num_replicas * self.room.num_slots
 
     def declare_one(self, matrices: Mapping[str, ParamDecl]) -> dict[str, ParamDecl]:
         """Returns the arrays of one adapter as it is read, A [X, W, in] and B [X, .., width], as `LayerLora` says."""
@@ -58,10 +67,10 @@ class ExpertLora:
         shape, axes = self._order(name, one.shape), self._order(name, one.axes)
         axis = self.slot_axis(name, is_stacked=False)
         if self.room.one_by_one:
-            shape.insert(axis, self.room.num_slots)
+            shape.insert(axis, self.num_slots)
             axes.insert(axis, None)
         else:
-            shape[axis] *= self.room.num_slots
+            shape[axis] *= self.num_slots
         return replace(one, shape=tuple(shape), axes=tuple(axes))
 
     def _order[Item](self, name: str, of_axes: Sequence[Item]) -> list[Item]:
@@ -87,7 +96,7 @@ class ExpertLora:
                 weights[name],
                 weights[EXPERT_DOWN + name],
                 weights[EXPERT_UP + name],
-                self.room.num_slots,
+                self.num_slots,
                 self.room.one_by_one,
             )
             for name, _ in self.room.parts

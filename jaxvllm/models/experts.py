@@ -104,6 +104,11 @@ class ExpertsFfn(ChoosingFfn):
         return self.router.num_experts - self.num_identities
 
     @property
+    def _replicas(self) -> ReplicaAxis:
+        """The replicas that share the experts."""
+        return ReplicaAxis(self.num_replicas)
+
+    @property
     def _axes(self) -> tuple[str | None, str | None]:
         """The axes of experts and of their inner features."""
         return ("experts", None) if self.is_by_expert else (None, "ffn")
@@ -206,7 +211,8 @@ class ExpertsFfn(ChoosingFfn):
         the part of the devices that have this one's place in their replicas.
         """
         exchange = self._exchange(given.axis)
-        choices = exchange.of_all(Choices(chosen, counts, given.is_needed))
+        own_slots = None if given.adapters is None else given.adapters.among(self._replicas)
+        choices = exchange.of_all(Choices(chosen, counts, given.is_needed, own_slots))
         num_tokens, each = choices.experts.shape
         held = _slots_of(weights[SLOTS], choices.experts) if self.has_slots else choices.experts
         if choices.is_needed is not None:  # others choose no expert, whose matrices would be read for nothing
@@ -219,8 +225,9 @@ class ExpertsFfn(ChoosingFfn):
         own_rows, starts = order.rows[: num_tokens * min(each, self.num_held)], order.starts
         tokens = own_rows // each
         adapters: RowAdapters | None = None
-        if given.adapters is not None:
-            adapters = given.adapters.of_rows(tokens, expert[own_rows], self.num_held, given.backend)
+        if given.adapters is not None and choices.adapters is not None:
+            num_slots, slots = given.adapters.num_slots * self.num_replicas, choices.adapters[tokens]
+            adapters = RowAdapters.of(slots, expert[own_rows], num_slots, self.num_held, given.backend)
         rows = exchange.states(x, held, tokens)
         if self.weighs_input:
             rows = rows * choices.counts.reshape(-1)[own_rows][:, None].astype(x.dtype)
@@ -231,15 +238,14 @@ class ExpertsFfn(ChoosingFfn):
 
     def _exchange(self, axis: ModelAxis) -> ExpertExchange:
         """Returns the way of tokens to experts and back."""
-        replicas = ReplicaAxis(self.num_replicas)
         if self.sends_apart:
-            return AllToAllExchange(WholeMesh(replicas, axis), self.num_held)
+            return AllToAllExchange(WholeMesh(self._replicas, axis), self.num_held)
         first = self._first_held(axis) if self.is_by_expert else 0
-        return GatherExchange(replicas, axis, first, self.num_held, self.has_slots)
+        return GatherExchange(self._replicas, axis, first, self.num_held, self.has_slots)
 
     def _first_held(self, axis: ModelAxis) -> jax.Array | int:
         """Returns the first expert, or slot, of which this device has matrices."""
-        return ReplicaAxis(self.num_replicas).first(axis.size * self.num_held) + axis.first(self.num_held)
+        return self._replicas.first(axis.size * self.num_held) + axis.first(self.num_held)
 
     def _inner(
         self, weights: Mapping[str, Any], rows: jax.Array, starts: jax.Array, adapters: RowAdapters | None

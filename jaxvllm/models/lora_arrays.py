@@ -15,7 +15,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.dora import of_one_slot
 from jaxvllm.models.expert_lora import EXPERT_DOWN, EXPERT_UP, ExpertLora
-from jaxvllm.models.experts import ExpertsFfn
+from jaxvllm.models.experts import replicas_of
 from jaxvllm.models.families.family import Family
 from jaxvllm.models.forms.choice import Forms
 from jaxvllm.models.forms.cpu_kernel import OnCpu
@@ -165,6 +165,7 @@ def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], num_slots: int, ra
     modules = tuple(modules)
     one_by_one = has_kernel or num_slots > MOST_MASKED
     counts: list[dict[str, int]] = [{} for _ in spec.layers]
+    num_replicas = replicas_of(spec)
     for module in modules:
         if module.layer is not None:
             of_layer = counts[module.layer]
@@ -176,7 +177,7 @@ def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], num_slots: int, ra
         return replace(
             layer,
             lora=LayerLora(num_slots, rank, dense, one_by_one) if dense else None,
-            expert_lora=ExpertLora(LayerLora(num_slots, rank, experts, has_kernel)) if experts else None,
+            expert_lora=ExpertLora(LayerLora(num_slots, rank, experts, has_kernel), num_replicas) if experts else None,
         )
 
     layers = map(with_room, spec.layers, counts)
@@ -206,18 +207,6 @@ class LoraRoom:
         if not of_layers:
             raise ValueError(f"lora_target_modules must name a module of the layers, too, not only {self.targets}")
         return {name: "lora_target_modules leaves it out" for name, targets in named.items() if not targets}
-
-
-def _experts_without_room(spec: ModelSpec, modules: Mapping[str, LoraModule]) -> dict[str, str]:
-    """Returns why experts that move or that replicas share have no room, by the names of their modules."""
-    reasons: dict[int | None, str] = {}
-    for number, layer in enumerate(spec.layers):
-        for ffn in (layer.ffn, layer.late):
-            if isinstance(ffn, ExpertsFfn) and ffn.num_redundant is not None:
-                reasons[number] = "the adapters of experts do not move with these yet: leave enable_eplb out"
-            elif isinstance(ffn, ExpertsFfn) and ffn.num_replicas > 1:
-                reasons[number] = "the adapters of experts that replicas share are not supported yet: use one replica"
-    return {name: reasons[module.layer] for name, module in modules.items() if module.index and module.layer in reasons}
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +240,7 @@ class LoraArrays:
         modules = lora_modules(spec, family)
         if all(module.layer is None for module in modules.values()):
             raise NotImplementedError(f"{family.architecture} has no matrix that adapters could change yet")
-        problems = _experts_without_room(spec, modules) | room.left_out(modules)
+        problems = room.left_out(modules)
         adapted = [module for name, module in modules.items() if name not in problems]
         has_kernel = layout == "separate" and isinstance(forms.adapters, OnCpu)
         served = with_lora(spec, adapted, room.num_slots, room.rank, has_kernel)
@@ -285,8 +274,9 @@ class LoraArrays:
         sharding_of, count = sharding_on(mesh), mesh.shape[DATA]
 
         def array(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
-            of_replicas = decl.of_replicas(count, self._slot_axis(name, first_layer(layers)))
-            return zeros_on(self._whole(of_replicas, layers), self.dtype, sharding_of)
+            if not name.startswith((EXPERT_DOWN, EXPERT_UP)):  # those have the slots of all replicas on each device
+                decl = decl.of_replicas(count, self._slot_axis(name, first_layer(layers)))
+            return zeros_on(self._whole(decl, layers), self.dtype, sharding_of)
 
         return self._tree(self.spec, array)
 
@@ -370,12 +360,11 @@ class LoraArrays:
 
     def _slot_axis(self, name: str, layer: int | None) -> int:
         """Returns the axis of slots in the array of that name, of a layer or, with None, outside the layers."""
-        room: LayerLora | ExpertLora | OuterLora | None = self.spec.lora
+        room: LayerLora | OuterLora | None = self.spec.lora
         if layer is not None:
-            of_experts = name.startswith((EXPERT_DOWN, EXPERT_UP))
-            room = self.spec.layers[layer].expert_lora if of_experts else self.spec.layers[layer].lora
+            room = self.spec.layers[layer].lora
         assert room is not None, "there is room where there are such arrays"
-        return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(name, is_stacked=False)
+        return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(is_stacked=False)
 
     def _whole(self, decl: ParamDecl, layers: StackLayers | None) -> ParamDecl:
         return decl.stacked(len(layers) * most(layers)) if layers and self.layout == "stacked" else decl

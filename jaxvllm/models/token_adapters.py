@@ -9,13 +9,24 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.grouped_matmul import RowOrder, order_rows
+from sharding.axis import ReplicaAxis
 
 
 class RowAdapters(NamedTuple):
-    """The adapters of N rows, each of which is a token that goes to an expert, one of X."""
+    """The adapters of N rows, each of which is a token that goes to an expert, one of X.
+
+    Where replicas share experts, rows are tokens of any of them, and the slots of the first replica come first.
+    """
 
     slots: jax.Array  # i32[N]; 0 for rows without one
     order: RowOrder  # by expert and adapter: group x S + s has the rows of expert x and slot s + 1, of S slots
+
+    @classmethod
+    def of(cls, slots: jax.Array, experts: jax.Array, num_slots: int, num_experts: int, backend: Backend) -> Self:
+        """Takes rows whose adapters are in `slots`, and which go to `experts` i32[N], or nowhere: `num_experts`."""
+        has_group = (slots > 0) & (experts < num_experts)
+        groups = jnp.where(has_group, experts * num_slots + slots - 1, num_experts * num_slots)
+        return cls(slots, order_rows(groups, num_experts * num_slots, backend))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["slots", "in_use", "num_in_use", "order"], meta_fields=[])
@@ -37,12 +48,9 @@ class TokenAdapters:
         order = order_rows(jnp.where(slots > 0, slots - 1, num_slots), num_slots, backend)
         return cls(slots, in_use, is_used.sum(dtype=jnp.int32), order)
 
-    def of_rows(self, tokens: jax.Array, experts: jax.Array, num_experts: int, backend: Backend) -> RowAdapters:
-        """Takes rows of `tokens` i32[N] that go to `experts` i32[N], or nowhere where that is `num_experts`."""
-        slots, count = self.slots[tokens], self.num_slots
-        has_group = (slots > 0) & (experts < num_experts)
-        groups = jnp.where(has_group, experts * count + slots - 1, num_experts * count)
-        return RowAdapters(slots, order_rows(groups, num_experts * count, backend))
+    def among(self, replicas: ReplicaAxis) -> jax.Array:
+        """Returns the slots of the tokens among those of all replicas, i32[T]; 0 for tokens without an adapter."""
+        return jnp.where(self.slots > 0, self.slots + replicas.first(self.num_slots), 0)
 
     @property
     def num_slots(self) -> int:

@@ -47,21 +47,21 @@ class SlotAxes:
             assert self.experts is not None, "there are such arrays where experts have room"
             return self.experts.slot_axis(name, is_stacked)
         assert self.layers is not None, "there are such arrays where matrices have room"
-        return self.layers.slot_axis(name, is_stacked)
+        return self.layers.slot_axis(is_stacked)
 
     def changed(self, change: Callable[..., Any], *trees: Params) -> Params:
-        """Returns a tree like `trees` of `change(axis, *nodes)`, for the nodes of each name in these trees."""
+        """Returns a tree like `trees` of `change(name, axis, *nodes)`, for the nodes of each name in these trees."""
 
         def of_layer(is_stacked: bool, *dicts: Params) -> Params:
             axes = {name: self.in_layers(name, is_stacked) for name in dicts[0]}
-            return {name: change(axis, *(one[name] for one in dicts)) for name, axis in axes.items()}
+            return {name: change(name, axis, *(one[name] for one in dicts)) for name, axis in axes.items()}
 
         layers, outside = ([tree[part] for tree in trees] for part in (LAYERS, OUTSIDE))
         is_stacked = isinstance(layers[0], dict)
         own: Params = {}
         if self.outside is not None:
             axes = {name: self.outside.slot_axis(name) for name in outside[0]}
-            own = {name: change(axis, *(one[name] for one in outside)) for name, axis in axes.items()}
+            own = {name: change(name, axis, *(one[name] for one in outside)) for name, axis in axes.items()}
         of_layers: Any = (
             of_layer(True, *layers) if is_stacked else [of_layer(False, *each) for each in zip(*layers, strict=True)]
         )
@@ -84,19 +84,26 @@ class AdapterFill:
         return np.concatenate([head, np.frombuffer(whole + bytes(-len(whole) % 4), "<i4")])
 
 
-def fill_adapter(slots: Params, one: Params, number: jax.Array, *, axes: SlotAxes, is_shared: bool) -> Params:
-    """Returns the arrays of all slots, with those of one adapter in slot `number` i32[1]. `slots` are donated.
+def fill_adapter(slots: Params, one: Params, numbers: jax.Array, *, axes: SlotAxes, is_shared: bool) -> Params:
+    """Returns the arrays of all slots, with those of one adapter in its slot. `slots` are donated.
 
-    Where replicas that share experts have slots of their own (`is_shared`), the number is 0 in all but one of them.
+    `numbers` i32[2] are that of the slot in this replica, and that among the slots of all replicas, which experts have.
+    Where replicas that share experts have slots of their own (`is_shared`), the first is 0 in all but one of them.
     """
 
-    def put(axis: int, mine: Any, new: Any) -> Any:
-        return jax.tree.map(partial(filled, number=number[0], axis=axis), mine, new)
+    own, among_all = numbers
 
-    def with_one(slots: Params) -> Params:
+    def with_one(slots: Params, number: jax.Array, of_experts: bool) -> Params:
+        def put(name: str, axis: int, mine: Any, new: Any) -> Any:
+            if name.startswith((EXPERT_DOWN, EXPERT_UP)) != of_experts:
+                return mine
+            return jax.tree.map(partial(filled, number=number, axis=axis), mine, new)
+
         return axes.changed(put, slots, one)
 
-    return run_if(number[0] > 0, with_one, slots) if is_shared else with_one(slots)
+    slots = with_one(slots, among_all, of_experts=True)
+    put_own = partial(with_one, number=own, of_experts=False)
+    return run_if(own > 0, put_own, slots) if is_shared else put_own(slots)
 
 
 def ratios_on_stages(one: Any, layers: Any, *, spread: Spread) -> Any:
@@ -121,11 +128,13 @@ class AdapterFills:
         slots, layers = params[LORA], params["layers"]
         axes, self._num_replicas = SlotAxes.of(spec), mesh.shape[DATA]
 
-        def like(axis: int, node: Any) -> Any:
-            return jax.tree.map(partial(_of_one, self._num_replicas * spec.num_lora_slots, axis), node)
+        self._num_slots = spec.num_lora_slots  # of each replica
+
+        def like(_: str, axis: int, node: Any) -> Any:
+            return jax.tree.map(partial(_of_one, self._num_replicas * self._num_slots, axis), node)
 
         self._slots_like, self._like = slots, axes.changed(like, slots)
-        arguments = slots, self._like, of_replicas(mesh, (1,), np.int32)
+        arguments = slots, self._like, of_replicas(mesh, (2,), np.int32)
         fill = partial(fill_adapter, axes=axes, is_shared=self._num_replicas > 1)
         self._program = make_program(Recipe.changing(fill, arguments, mesh))
 
@@ -145,9 +154,10 @@ class AdapterFills:
         one = jax.tree.map(placed, fill.arrays, self._like)
         if fill.has_magnitudes:
             one |= {LAYERS: self.compile_ratios()(one[LAYERS], params["layers"])}
-        numbers = np.zeros(self._num_replicas, np.int32)
-        numbers[fill.replica] = fill.slot
-        return params | {LORA: self._program(params[LORA], one, numbers)}
+        numbers = np.zeros((self._num_replicas, 2), np.int32)
+        numbers[fill.replica, 0] = fill.slot
+        numbers[:, 1] = fill.replica * self._num_slots + fill.slot
+        return params | {LORA: self._program(params[LORA], one, numbers.reshape(-1))}
 
     def unpacked(self, words: NDArray[np.int32]) -> AdapterFill:
         """Returns what `AdapterFill.packed` has made words of."""

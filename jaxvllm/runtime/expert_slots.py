@@ -14,7 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvllm.core.expert_placement import NOTHING, Ints, SlotChange, exchanges, experts_in, slots_of
+from jaxvllm.models.expert_lora import EXPERT_DOWN, EXPERT_UP
 from jaxvllm.models.experts import SLOTS, ExpertsFfn, first_slots
+from jaxvllm.models.lora import LAYERS, LORA, layers_with_lora
 from jaxvllm.models.params import LayerStack, Params, declare_layer, layer_stacks, most
 from jaxvllm.models.spread import Spread
 from jaxvllm.runtime.recipe import Recipe
@@ -81,6 +83,23 @@ class ExpertSlots:
         changed[key] = jax.make_array_from_callback(like.shape, like.sharding, table.__getitem__)
         return _with_layer(params, number, layers | changed)
 
+    def arranged(self, adapter: Any) -> Any:
+        """Returns the arrays of one adapter, on the host, with those of each expert in its present slots.
+
+        As it was read, they are in the slots in which the experts of weights are loaded. What a slot without an expert
+        has is arbitrary.
+        """
+        params = {"layers": adapter[LAYERS]}
+        for number in self.ffns:
+            where, own = self._where(params, number), _layers(params, number)
+            keys = dict(where[name] for name in self._names(number) if name.startswith((EXPERT_DOWN, EXPERT_UP)))
+            order = np.maximum(self.held[number], 0)
+            changed = {
+                key: jax.tree.map(partial(_reordered, order=order, place=at), own[key]) for key, at in keys.items()
+            }
+            params = _with_layer(params, number, own | changed)
+        return adapter | {LAYERS: params["layers"]}
+
     def _table(self, number: int, key: str, place: int | None, shape: tuple[int, ...]) -> Ints:
         """Returns the array of slots of a layer, or those of all layers in its stack."""
 
@@ -132,17 +151,33 @@ class ExpertSlots:
 
 
 def _layers(params: Params, number: int) -> Params:
-    """Returns the arrays of a layer, or those of all layers where they are stacked."""
-    layers = params["layers"]
+    """Returns the arrays of a layer and of its adapters, or those of all layers where they are stacked."""
+    layers = layers_with_lora(params)
     found: Params = layers[number] if isinstance(layers, list) else layers
     return found
 
 
 def _with_layer(params: Params, number: int, changed: Params) -> Params:
-    layers = params["layers"]
-    if isinstance(layers, list):
-        return params | {"layers": [changed if i == number else layer for i, layer in enumerate(layers)]}
-    return params | {"layers": changed}
+    """Returns parameters with those arrays that `_layers` has returned, and that have changed since."""
+
+    def put(layers: Any) -> Any:
+        if isinstance(layers, list):
+            return [put(layer) if i == number else layer for i, layer in enumerate(layers)]
+        return {name: changed[name] for name in layers}
+
+    own = {"layers": put(params["layers"])}
+    if LORA in params:
+        own[LORA] = params[LORA] | {LAYERS: put(params[LORA][LAYERS])}
+    return params | own
+
+
+def _reordered(array: np.ndarray, order: Ints, place: int | None) -> np.ndarray:
+    """Returns an array [slots, ..] in another order of the slots, or a stack of which layer `place` has that order."""
+    if place is None:
+        return array[order]
+    copy = array.copy()
+    copy[place] = array[place, order]
+    return copy
 
 
 def _packed(changes: Iterable[SlotChange]) -> Ints:

@@ -162,8 +162,8 @@ class Runner(PlanRunner):
         self._fork = cache(compiler.compile_fork)
         self._copier = PageCopier(pages, len(shape.groups(spec)), mesh, make_program)
         self._adapter_fills = AdapterFills(shapes, spec, mesh, make_program) if spec.has_lora else None
-        # By replica and slot; other weights give them other ratios.
-        self._with_magnitudes: dict[tuple[int, int], LoraAdapter] = {}
+        # By replica and slot: those whose arrays on the devices depend on the weights there, for ratios or places.
+        self._bound_to_weights: dict[tuple[int, int], LoraAdapter] = {}
         # Experts that move, and nothing where they stay.
         slots = ExpertSlots(Spread.on(spec, mesh), params, mesh, make_program)
         self.expert_slots = slots if slots.ffns else None
@@ -312,27 +312,29 @@ class Runner(PlanRunner):
             self._fill_adapter(fill)
         else:
             self.call(FillAdapter(fill.packed()))
-        self._with_magnitudes.pop((replica, slot), None)
-        if adapter.has_magnitudes:
-            self._with_magnitudes[replica, slot] = adapter
+        self._bound_to_weights.pop((replica, slot), None)
+        if adapter.has_magnitudes or self.expert_slots is not None:
+            self._bound_to_weights[replica, slot] = adapter
 
     def _fill_adapter(self, fill: AdapterFill) -> None:
         assert self._adapter_fills is not None, "there is no room for adapters"
+        if self.expert_slots is not None:
+            fill = replace(fill, arrays=self.expert_slots.arranged(fill.arrays))
         self._params = self._adapter_fills.fill(self._params, fill)
         if self._forwarded is not None:  # its rows have adapters that stay, and the arrays of all slots were donated
             head = self._forwarded.head | {LORA: head_of(self._params)[LORA]}
             self._forwarded = replace(self._forwarded, head=head)
 
     def bring_adapters_again(self) -> None:
-        """Brings the adapters whose ratios depend on weights that others have replaced."""
-        for (replica, slot), adapter in [*self._with_magnitudes.items()]:
+        """Brings the adapters whose ratios, or the places of whose experts, are those of weights before."""
+        for (replica, slot), adapter in [*self._bound_to_weights.items()]:
             self.bring_adapter(slot, adapter, replica)
 
     def empty_adapters(self) -> None:
         """Makes the slots of adapters as new, if there are any. A fill that broke off may have taken them along."""
         if self._adapter_fills is not None and self.has_weights:
             self.call(EmptyAdapters())
-            self._with_magnitudes.clear()
+            self._bound_to_weights.clear()
 
     def place_experts(self, layer: int, wanted: NDArray[np.int32]) -> None:
         """Moves the experts of a layer after all steps that were dispatched. For `wanted` see `ExpertSlots.moved`."""

@@ -377,11 +377,16 @@ def test_a_trainer_gives_a_tree_as_the_engine_has_it(llm: LLM, paths: list[Path]
 @pytest.mark.parametrize("mesh", ["2x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
 def test_replicas_that_share_experts_have_slots_of_their_own(mesh: str, tmp_path: Path) -> None:
     """Each has room for one adapter here, and at most times these differ."""
-    fixture, ends = Fixture.load("qwen2_moe"), ("q_proj", "v_proj", "o_proj")
-    some = (RandomAdapter(fixture, 1, ends), RandomAdapter(fixture, 2, ends, config={"use_dora": True}))
+    fixture = Fixture.load("qwen2_moe")
+    # Of experts, which the replicas have together, and of what each has of its own.
+    some = (
+        RandomAdapter(fixture, 1, ("q_proj", "up_proj", "down_proj")),
+        RandomAdapter(fixture, 2, ("q_proj", "v_proj", "o_proj"), config={"use_dora": True}),
+        RandomAdapter(fixture, 3, ("v_proj", "gate_proj", "down_proj"), rank=2),
+    )
     requests = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / f"{one.seed}"))) for one in some]
-    who = [requests[0], None, requests[1], requests[0], requests[1], None, requests[1]]
-    prompts = [list(prompt) for prompt in (fixture.prompts * 2)[: len(who)]]
+    who = [requests[0], None, requests[1], requests[2], requests[1], None, requests[2], requests[0]]
+    prompts = [list(prompt) for prompt in fixture.prompts[: len(who)]]
     options: dict[str, Any] = {
         **OPTIONS,
         "max_loras": 1,
@@ -448,7 +453,7 @@ def test_where_a_device_has_no_memory_for_ratios_the_weights_and_their_version_a
     [holder] = llm.engine.holders
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
         patch.setattr(holder, "bring_adapter", Mock(side_effect=RuntimeError("no memory")))
-        assert holder._with_magnitudes
+        assert holder._bound_to_weights
         llm.update_weights(ADAPTERS[0].merged(), "merged")
     assert llm.engine.weight_version.name == "merged"
     [output] = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)

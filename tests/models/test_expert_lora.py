@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxvllm.models import checkpoint
-from jaxvllm.models.experts import by_expert
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import PLAIN_FORMS
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
@@ -127,18 +126,6 @@ def test_dora_of_experts(tmp_path: Path) -> None:
     PeftFixture(config, tensors, np.zeros(0)).write(tmp_path)
     with pytest.raises(NotImplementedError, match=r"DoRA of model\.layers\.0\.mlp\.experts\.0\.up_proj"):
         PeftAdapter.read(tmp_path, arrays_of(fixture, "separate").sizes, RANK)
-
-
-def test_experts_that_move(tmp_path: Path) -> None:
-    fixture = Fixture.load("qwen3_moe")
-    spec, family = by_expert(model_spec(fixture.config, 128), num_redundant=2), find_family(fixture.config)
-    ways = MeshShape(1, 2), "separate", "float32", PLAIN_FORMS, LoraRoom(1, RANK)
-    arrays = LoraArrays.of(spec, family, *ways)
-    RandomAdapter(fixture, seed=1, ends=("self_attn.q_proj", "mlp.gate")).write(tmp_path)
-    arrays.of_adapter(PeftAdapter.read(tmp_path, arrays.sizes, RANK).modules)
-    PeftFixture.load("qwen3_moe").write(tmp_path)
-    with pytest.raises(NotImplementedError, match="experts do not move with these"):
-        PeftAdapter.read(tmp_path, arrays.sizes, RANK)
 
 
 def test_modules_that_are_left_out(tmp_path: Path) -> None:

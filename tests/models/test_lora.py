@@ -64,7 +64,7 @@ def with_adapters(arrays: LoraArrays, params: Params, adapters: dict[int, PeftAd
         if adapter.has_magnitudes:
             ratios = jax.jit(partial(with_ratios, spec=of_one_slot(arrays.spec), axis=ALONE))
             one |= {LAYERS: ratios(one[LAYERS], params["layers"])}
-        slots = fill(slots, one, jnp.array([number]))
+        slots = fill(slots, one, jnp.array([number, number]))
     return params | {LORA: slots}
 
 
