@@ -21,7 +21,7 @@ class Code:
     its bits among two arrays.
     """
 
-    name: Literal["int8", "uint4", "uint5", "uint6", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+    name: Literal["int8", "uint4", "uint5", "uint6", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
 
     @property
     def bits(self) -> int:
@@ -91,7 +91,7 @@ _DTYPES: Mapping[str, np.dtype] = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
-UINT5, UINT6 = Code("uint5"), Code("uint6")
+UINT5, UINT6, UINT8 = Code("uint5"), Code("uint6"), Code("uint8")
 E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
 # The codes of arrays whose elements are single numbers.
-BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, E4M3, E5M2)}
+BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, UINT8, E4M3, E5M2)}
