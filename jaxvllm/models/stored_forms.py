@@ -60,20 +60,24 @@ def stored_forms(
             return None
         return replace(found, rounds_tokens=weights.rounds_tokens) if isinstance(found, StoredAs) else found
 
-    outside: list[_Kind] = [(name, decl, [None]) for name, decl in declare(spread.whole).items()]
     of_layers = _of_layers(spread)
     if layout == "separate":
         of_layers = [(name, decl, [layer]) for name, decl, layers in of_layers for layer in layers]
-    return _forms([*outside, *of_layers], way, spread, dtype, forms)
+    return _forms([*_outside(spread), *of_layers], way, spread, dtype, forms)
 
 
 def expected_forms(encoding: Encoding, spread: Spread, dtype: DTypeLike, forms: Forms) -> dict[MatrixKey, FewBits]:
-    """Returns what `stored_forms` would, if the files store all matrices of the layers as the config tells."""
-    return _forms(_of_layers(spread), lambda _, decl, __: encoding.usual(decl.storage), spread, dtype, forms)
+    """Returns what `stored_forms` would, if the files store all matrices as the config tells."""
+    kinds = [*(_outside(spread) if encoding.has_tables else []), *_of_layers(spread)]
+    return _forms(kinds, lambda _, decl, __: encoding.usual(decl.storage), spread, dtype, forms)
 
 
 # An array of our model, with its name and the layers that have it. None stands for outside the layers.
 _Kind = tuple[str, ParamDecl, Sequence[int | None]]
+
+
+def _outside(spread: Spread) -> list[_Kind]:
+    return [(name, decl, [None]) for name, decl in declare(spread.whole).items()]
 
 
 def _of_layers(spread: Spread) -> list[_Kind]:

@@ -63,7 +63,7 @@ class Code:
     """
 
     name: Literal[
-        "int8", "uint4", "uint5", "uint6", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+        "int8", "uint4", "uint5", "uint6", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
         "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1",
     ]  # fmt: skip
 
@@ -165,9 +165,9 @@ _DTYPES: Mapping[str, np.dtype] = {
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
-UINT5, UINT6 = Code("uint5"), Code("uint6")
+UINT5, UINT6, UINT8 = Code("uint5"), Code("uint6"), Code("uint8")
 IQ4, IQ3_XXS, IQ3_S = Code("iq4"), Code("iq3_xxs"), Code("iq3_s")
 IQ2, IQ1 = Code("iq2"), Code("iq1")
 E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
 # The codes of arrays whose elements are single numbers.
-BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, E4M3, E5M2)}
+BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, UINT8, E4M3, E5M2)}

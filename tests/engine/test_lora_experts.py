@@ -1,6 +1,5 @@
 """Adapters of experts in an engine: each request gets the tokens of its merged weights, on every kind of mesh.
 
-
 The experts are as they are, or kept in few bits, and may move between devices.
 """
 

@@ -35,7 +35,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
 )
 from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
-from pallas_kernels.quantized_matmul.code import E4M3, INT8
+from pallas_kernels.quantized_matmul.code import E4M3, INT8, UINT8
 
 # So many codes are put in order together.
 _MOST = 1 << 20
@@ -64,7 +64,7 @@ class CpuGroups(FewBits):
     @staticmethod
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
         """Tells whether the kernel knows the code and the scales, and groups of at most that size."""
-        known = stored.code == INT8 or stored.code.bits < 8
+        known = stored.code in (INT8, UINT8) or stored.code.bits < 8
         if not known or stored.scale_dtype not in SCALE_BYTES:
             return False
         return group is None or group % UNITS[stored.code.bits] == 0

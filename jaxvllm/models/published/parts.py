@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxvllm.models.tiling import Box
-from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT4, UINT5, UINT6, Code
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
@@ -201,11 +201,12 @@ def _elements(words: np.ndarray, table: np.ndarray, order: Sequence[int]) -> Par
     return values
 
 
-def bit_fields(data: np.ndarray, bits: int) -> Part:
+def bit_fields(data: np.ndarray, bits: int) -> Codes:
     """Returns the unsigned integers of `bits` bits that u8[.., bytes] has in each row, lowest bits first, without gaps.
 
-    Bits of one integer may lie in two bytes. `bits` is at most 8.
+    Bits of one integer may lie in two bytes. `bits` is at most 6.
     """
+    code = UINT4 if bits <= UINT4.bits else {5: UINT5, 6: UINT6}[bits]
     size = math.lcm(8, bits) // 8  # so many bytes hold a whole number of integers
     count = 8 * size // bits
     shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)
@@ -218,9 +219,9 @@ def bit_fields(data: np.ndarray, bits: int) -> Part:
         whole = sum((parts[..., i] << np.uint64(8 * i) for i in range(1, size)), parts[..., 0])
         found = ((whole[..., None] >> shifts) & np.uint64(2**bits - 1)).reshape(*shape, -1)
         skipped = first - begin * count
-        return found[..., skipped : skipped + wanted].astype(np.float32)
+        return found[..., skipped : skipped + wanted].astype(np.uint8)
 
-    return values
+    return Codes(code, values)
 
 
 def integers(bits: int, added: int = 0) -> np.ndarray:

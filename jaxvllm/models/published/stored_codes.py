@@ -176,7 +176,8 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
         return None
     options: dict[str, Any] = {"has_zeros": has_zeros, "has_mins": has_mins}
     is_e4m3 = codes.scales.dtype == E4M3.name
-    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3:
+    # No form has one minimum for a whole row.
+    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3 and not has_mins:
         return StoredAs(code, None, codes.scales.dtype, **options, has_input_scale=codes.input_scale is not None)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
     # After the last tensor of a row, nothing begins within a group.

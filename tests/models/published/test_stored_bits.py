@@ -21,7 +21,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_float8 import CpuFloat8
-from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
@@ -66,14 +66,15 @@ def values(node: Any) -> np.ndarray:
     if not isinstance(node, Matrix):
         return np.asarray(node, np.float32)
     arrays = {name: np.asarray(array) for name, array in node.arrays.items()}
-    if isinstance(node.form, ScaledRows):
+    form = node.form.groups if isinstance(node.form, CodeTable) else node.form
+    if isinstance(form, ScaledRows):
         return arrays["values"].astype(np.float32) * arrays["scales"][..., None]
-    if isinstance(node.form, CpuGroups):
+    if isinstance(form, CpuGroups):
         *others, blocks, _, depth = arrays["codes"].shape
-        per_byte = 1 if node.form.stored.code.bits == 8 else 2
-        panels = node.form.panels(inputs := blocks * depth * per_byte)  # which are whole blocks
-        assert tuple(others[:-1]) == node.form.outs[:-1]
-        return matrix(panels, arrays, node.form.outs[-1], inputs).astype(np.float32)
+        per_byte = 1 if form.stored.code.bits == 8 else 2
+        panels = form.panels(inputs := blocks * depth * per_byte)  # which are whole blocks
+        assert tuple(others[:-1]) == form.outs[:-1]
+        return matrix(panels, arrays, form.outs[-1], inputs).astype(np.float32)
     assert isinstance(node.form, ScaledGroups)
     code, codes = node.form.code, arrays["codes"]
     if code.per_byte == 2:
