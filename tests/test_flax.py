@@ -138,6 +138,7 @@ def test_training_changes_what_is_served_and_saved(
         tokens = jnp.asarray([[*prompt, *range(50, 70)]], jnp.int32)
         losses = trained(module, tokens, 30)
         assert losses[-1] < 0.2 < 3 < losses[0]
+        assert greedy_tokens(llm, [prompt], 20) != [list(range(50, 70))]  # and every step is compiled
         with compilations() as seen:
             llm.update_weights(module.tree())
             assert greedy_tokens(llm, [prompt], 20) == [list(range(50, 70))]

@@ -207,7 +207,7 @@ def test_pages_are_kept_elsewhere_and_requests_move(directory: Path, expected: l
     chosen = [0, 1, 7]
     prompts, ways = [PROMPTS[number] for number in chosen], [WAYS[number] for number in chosen]
     with ExitStack() as stack:
-        with all_drafts_or_none():
+        with all_drafts_or_none(bursts=False):
             llm = stack.enter_context(tiny_llm(directory, **kept, **options))
         with one_program():
             alone = stack.enter_context(tiny_llm(directory, **options))
