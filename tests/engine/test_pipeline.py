@@ -159,10 +159,12 @@ def routed_spec(config: HfConfig) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, ffn=routed) for layer in spec.layers))
 
 
+FAMILY = Family("RoutedForCausalLM", routed_spec, layer_sources=toy.toy_sources, understood=("num_experts",))
+
+
 @pytest.fixture
 def routed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    family = Family("RoutedForCausalLM", routed_spec, layer_sources=toy.toy_sources, understood=("num_experts",))
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, family))
+    monkeypatch.setitem(families.MODULES, FAMILY.architecture, __name__)
     config = toy.CONFIG | {"architectures": ["RoutedForCausalLM"], "num_hidden_layers": 2, "first_k_dense_replace": 0}
     # The toy's layers 2 and 3, the first with experts, are 0 and 1 here.
     renamed = {
