@@ -22,8 +22,9 @@ from benchmarks.result_files import ROOT, machine, write_record
 from benchmarks.states_estimate import cost_of
 from jaxvllm.models.families import find_family, model_spec
 from jaxvllm.models.forms import Forms
+from jaxvllm.models.lora import DOWN, LAYERS, LORA, OUTSIDE, RATIO, UP
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
-from jaxvllm.models.params import abstract_params
+from jaxvllm.models.params import Params, abstract_params
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.step_program import StepCompiler
@@ -58,11 +59,13 @@ def estimate(chip_name: str, name: str, config: dict[str, Any], slots: int) -> A
     mesh = make_mesh(MeshShape(1, 1), compile_only_devices(chip, 1))
     backend, spec = Backend.of_chip(chip), model_spec(config)
     forms = Forms.chosen(None, backend, may_turn=False)
+    params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
     if slots:
         room = LoraRoom(slots, RANK)
         spec = LoraArrays.of(spec, find_family(config), MeshShape(1, 1), "stacked", DTYPE, forms, room).spec
+        with_room = abstract_params(spec, DTYPE, "stacked", mesh)
+        params[LORA] = {LAYERS: _of_adapters(with_room["layers"]), OUTSIDE: _of_adapters(with_room)}
     shape = CacheShape(num_pages=256, page_size=16, num_slots=ROWS, max_pages=256, dtype=DTYPE, step_tokens=256)
-    params = abstract_params(spec, DTYPE, "stacked", mesh, forms)
     compiler = StepCompiler(params, shape.pages(spec, backend, mesh), spec, shape, backend, mesh)
     program = compiler.compile_begin(replace(Bucket(ROWS, ROWS), is_adapted=slots > 0))
     if isinstance(chip, TpuChip):
@@ -73,6 +76,10 @@ def estimate(chip_name: str, name: str, config: dict[str, Any], slots: int) -> A
     memory = program.memory_analysis()
     assert memory is not None, "XLA tells"
     return AdapterEstimate(chip_name, name, slots, None, None, memory.argument_size_in_bytes / 1e6)
+
+
+def _of_adapters(arrays: Params) -> Params:
+    return {name: array for name, array in arrays.items() if name.startswith((DOWN, UP, RATIO))}
 
 
 def estimates(chip: str) -> Iterator[AdapterEstimate]:
