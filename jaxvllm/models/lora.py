@@ -91,8 +91,8 @@ class LayerLora:
             shape, axes = self._order(name, one.shape), self._order(name, one.axes)
             return replace(one, shape=(self.num_slots, *shape), axes=(None, *axes), storage="experts", heads=None)
         rank, *others = self._order(name, one.shape)
-        axes = tuple(self._order(name, one.axes))
-        return replace(one, shape=(self.num_slots * rank, *others), axes=axes, storage="matrix", heads=None)
+        axes = self._order(name, one.axes)
+        return replace(one, shape=(self.num_slots * rank, *others), axes=(*axes,), storage="matrix", heads=None)
 
     def _order[Item](self, name: str, of_axes: Sequence[Item]) -> list[Item]:
         """Returns what the axes of an adapter's array have, in the order of the devices.
