@@ -25,6 +25,7 @@ from jaxvllm.models.forms.plain import PLAIN
 from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
+from jaxvllm.models.forms.sorted_inputs import SortedInputs
 from jaxvllm.models.forms.streamed_experts import StreamedExperts
 from jaxvllm.models.forms.tpu_experts import TpuExperts
 from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
@@ -88,6 +89,8 @@ class FewBitsForms:
             stored = replace(stored, scale_dtype="float32")  # the two scales of an element as one
         if (on_cpu := self._on_cpu(stored, group)) is not None:
             return on_cpu
+        if stored.code.is_by_table:  # no kernel knows tables
+            return ScaledGroups(stored.code, group, stored.scale_dtype, shards=self.shards) if self.by_tile else None
         if stored.is_nested:
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
         if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
@@ -123,6 +126,14 @@ class FewBitsForms:
         XLA would copy such a matrix from stacks of layers, which CPUs have not.
         """
         return InParts(axis, tuple(parts)) if self.by_tile else None
+
+    def in_order(self, stored: StoredAs, group: int | None) -> FewBits | None:
+        """Returns the form of a matrix whose inputs have an order of their own, if it has one.
+
+        In stacks of layers, which CPUs have not, gate and up would need an order each.
+        """
+        form = self.of(stored, group) if self.by_tile else None
+        return None if form is None else SortedInputs(form)
 
     def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
         """Returns the form of one of our kernels, if one runs and knows the code, and a device has whole matrices."""
