@@ -143,6 +143,12 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
         stored = replace(stored, span=math.gcd(inputs, *moves, stored.span))
     if (inputs if group is None else group) % stored.code.per_byte:
         return None
-    form = forms.of(stored, group, of_experts=whole.storage == "experts")
+    of_experts = whole.storage == "experts"
+    form: FewBits | None = None
+    if not stored.is_sorted:
+        form = forms.of(stored, group, of_experts)
+    elif shards == 1 and not moves and not of_experts:
+        # Each device needs all inputs of a token. Each expert would have an order of its own.
+        form = forms.in_order(replace(stored, is_sorted=False), group)
     form = None if form is None else form.of_matrix(whole)
     return form if form is not None and form.takes(whole) else None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,16 @@ import ml_dtypes
 import numpy as np
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The values of bitsandbytes: NF4 has quantiles of a normal distribution (arXiv 2305.14314, appendix E), and FP4 numbers
+# of which the largest is 1.
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = tuple(number / 12 for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+_FLOATS: Mapping[str, tuple[float, ...]] = {"nf4": _NF4, "fp4": (*_FP4, *(-value for value in _FP4))}
 
 
 @dataclass(frozen=True)
@@ -64,18 +74,30 @@ class Code:
 
     name: Literal[
         "int8", "uint4", "uint5", "uint6", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
-        "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1",
+        "iq4", "iq3_xxs", "iq3_s", "iq2", "iq1", "nf4", "fp4",
     ]  # fmt: skip
 
     @property
     def bits(self) -> int:
         """The bits that a number has."""
-        return 4 if self.number_table else {"uint4": 4, "uint5": 5, "uint6": 6}.get(self.name, 8)
+        return 4 if self.values is not None else {"uint4": 4, "uint5": 5, "uint6": 6}.get(self.name, 8)
 
     @property
     def per_byte(self) -> int:
         """The numbers that a byte has."""
         return 2 if self.bits == 4 else 1
+
+    @property
+    def is_by_table(self) -> bool:
+        """Whether it numbers the values of a table that are neither integers nor of few bits."""
+        return self.name in _FLOATS
+
+    @property
+    def values(self) -> np.ndarray | None:
+        """The numbers f32[16] of codes of four bits that are places in a table."""
+        if self.is_by_table:
+            return np.array(_FLOATS[self.name], np.float32)
+        return None if self.number_table is None else self.number_table.numbers
 
     @property
     def dtype(self) -> str:
@@ -105,8 +127,8 @@ class Code:
     @property
     def table(self) -> np.ndarray:
         """The value of each byte that holds a single number, f32[256]. Four bits say nothing of bytes beyond 15."""
-        if self.number_table is not None:
-            return np.tile(self.number_table.numbers, 16)
+        if self.values is not None:
+            return np.tile(self.values, 16)
         return np.arange(256).astype(np.uint8).view(_DTYPES[self.dtype]).astype(np.float32)
 
     def numbers(self, array: jax.Array) -> jax.Array:
@@ -117,10 +139,10 @@ class Code:
 
     def numbers_of_codes(self, codes: jax.Array) -> jax.Array:
         """Returns the numbers f32[.., in] of codes of four to six bits u8[.., in], one in each byte."""
-        if self.number_table is None:
+        if self.values is None:
             return codes.astype(jnp.float32)
         if self != FLOAT4:
-            return jnp.asarray(self.number_table.numbers)[codes]
+            return _chosen(list(self.values), codes)
         # The values of the eight steps lie on three lines, of which the highest counts.
         step = (codes & 7).astype(jnp.float32)
         size = jnp.maximum(jnp.maximum(step / 2, step - 2), 2 * step - 8)
@@ -138,13 +160,13 @@ class Code:
 
     def nearest_codes(self, values: jax.Array) -> jax.Array:
         """Returns the codes of four bits that are nearest to values f32[.., in], one in each byte."""
-        if self.number_table is None:
+        if self.values is None:
             return (jnp.clip(jnp.round(values), -8, 7) + self.zero).astype(jnp.uint8)
         if self == FLOAT4:
             middles = [(low + high) / 2 for low, high in pairwise(_E2M1)]
             size = sum((jnp.abs(values) > middle).astype(jnp.uint8) for middle in middles)
             return size + jnp.where(values < 0, 8, 0).astype(jnp.uint8)
-        numbers, codes = np.unique(self.number_table.numbers, return_index=True)
+        numbers, codes = np.unique(self.values, return_index=True)
         middles = [float(low + high) / 2 for low, high in pairwise(numbers)]
         place = sum((values > middle).astype(jnp.uint8) for middle in middles)
         return jnp.asarray(codes.astype(np.uint8))[place]
@@ -152,10 +174,19 @@ class Code:
     @property
     def largest(self) -> float:
         """The value that the largest element of a group is rounded to."""
-        if self.number_table is not None:
-            return float(min(self.number_table.numbers.max(), -self.number_table.numbers.min()))
+        if self.values is not None:
+            return float(min(self.values.max(), -self.values.min()))
         sizes: Mapping[str, float] = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
         return self.zero - 1 if self.zero else sizes[self.name]
+
+
+def _chosen(values: list[Any], numbers: jax.Array) -> jax.Array:
+    """Returns the value of each number, of 16 values, by its four bits. XLA:CPU looks up one element at a time."""
+    for bit in range(4):
+        is_set = (numbers >> np.uint8(bit) & np.uint8(1)).astype(bool)
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    [result] = values
+    return result
 
 
 _DTYPES: Mapping[str, np.dtype] = {
@@ -168,6 +199,7 @@ INT8, UINT4, FLOAT4 = Code("int8"), Code("uint4"), Code("float4_e2m1fn")
 UINT5, UINT6, UINT8 = Code("uint5"), Code("uint6"), Code("uint8")
 IQ4, IQ3_XXS, IQ3_S = Code("iq4"), Code("iq3_xxs"), Code("iq3_s")
 IQ2, IQ1 = Code("iq2"), Code("iq1")
+NF4, FP4 = Code("nf4"), Code("fp4")  # of bitsandbytes
 E4M3, E5M2 = Code("float8_e4m3fn"), Code("float8_e5m2")
 # The codes of arrays whose elements are single numbers.
 BYTES: Mapping[np.dtype, Code] = {_DTYPES[code.name]: code for code in (INT8, UINT8, E4M3, E5M2)}

@@ -84,7 +84,7 @@ class FewBitsForms:
             from jaxvllm.models.forms.nested_groups import NestedGroups
 
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
-        if stored.code.is_of_gguf and not self.by_tile:
+        if (stored.code.is_of_gguf or stored.code.is_by_table) and not self.by_tile:  # no kernel knows their tables
             return None
         if stored.is_by_row and stored.rounds_tokens and not of_experts:
             from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
@@ -138,6 +138,16 @@ class FewBitsForms:
         from jaxvllm.models.forms.in_parts import InParts
 
         return InParts(axis, tuple(parts)) if self.by_tile else None
+
+    def in_order(self, stored: StoredAs, group: int | None) -> FewBits | None:
+        """Returns the form of a matrix whose inputs have an order of their own, if it has one.
+
+        In stacks of layers, which CPUs have not, gate and up would need an order each.
+        """
+        from jaxvllm.models.forms.sorted_inputs import SortedInputs
+
+        form = self.of(stored, group) if self.by_tile else None
+        return None if form is None else SortedInputs(form)
 
     def _on_cpu(self, stored: StoredAs, group: int | None) -> "CpuGroups | None":
         """Returns the form of one of our kernels, if one runs and knows the code, and a device has whole matrices."""

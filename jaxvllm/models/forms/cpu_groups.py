@@ -64,7 +64,7 @@ class CpuGroups(FewBits):
     @staticmethod
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
         """Tells whether the kernel knows the code and the scales, and groups of at most that size."""
-        known = stored.code in (INT8, UINT8) or stored.code.bits < 8
+        known = stored.code in (INT8, UINT8) or (stored.code.bits < 8 and not stored.code.is_by_table)
         if not known or stored.scale_dtype not in SCALE_BYTES:
             return False
         return group is None or group % UNITS[stored.code.bits] == 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxvllm.models.tiling import Box
-from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT4, UINT5, UINT6, Code
+from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, FP4, INT8, NF4, UINT4, UINT5, UINT6, Code
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
@@ -125,6 +125,27 @@ class ScaledCodes:
         """Returns how many elements in a row have one factor, or None if that differs, or there are no factors."""
         return None if self.factors is None else self._size_along(axis, self.factors, self.min_factors)
 
+    def sorted_along(self, axis: int) -> "tuple[np.ndarray, ScaledCodes] | None":
+        """Returns an order of the elements in which those of a group follow each other, and the matrix in that order.
+
+        Returns None where groups are not told element by element, or have several sizes. The last may be smaller.
+        """
+        groups = self.scales.groups[axis]
+        zeros = groups if self.zeros is None else self.zeros.groups[axis]
+        has_others = any(one is not None for one in (self.factors, self.mins))
+        if isinstance(groups, int) or has_others or not np.array_equal(zeros, groups):
+            return None
+        order, size = np.argsort(groups, stable=True), int(np.count_nonzero(groups == 0))
+        if not size or not np.array_equal(groups[order], np.arange(len(order)) // size):
+            return None
+
+        def along(values: Sequence[int | np.ndarray], of_axis: int | np.ndarray) -> Sized:
+            return *values[:axis], of_axis, *values[axis + 1 :]
+
+        read = by_group(self.codes.read, along([1] * len(self.scales.groups), order))
+        codes = Codes(self.codes.code, read, self.codes.added)
+        return order, self._mapped(codes, lambda values: replace(values, groups=along(values.groups, size)))
+
     def with_rows(self, rows: np.ndarray) -> "ScaledCodes":
         """Returns the matrix whose rows are these rows of this one."""
 
@@ -179,8 +200,10 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
         if bits == 8:
             return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), added + 128)
         return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), added)
-    if bits == 4 and np.array_equal(table, FLOAT4.table[bytes_]):
-        return Codes(FLOAT4, _elements(words, bytes_.astype(np.uint8), order))
+    for code in (FLOAT4, NF4, FP4) if bits == 4 else ():
+        for halves in (bytes_, bytes_[:, ::-1]):
+            if np.array_equal(table, code.table[halves]):
+                return Codes(code, _elements(words, halves.astype(np.uint8), order))
     return _elements(words, table, order)
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import chex
@@ -12,17 +13,34 @@ import numpy as np
 import pytest
 
 from jaxvllm.models import checkpoint
+from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
 from jaxvllm.models.forms.cpu_groups import CodeTable
+from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.spread import Spread
 from jaxvllm.models.stored_forms import expected_forms
 from jaxvllm.planner.share import Share
+from pallas_kernels.quantized_matmul.code import FP4, NF4, Code
 from tests.models.fixture import Fixture
+from tests.models.published.test_bitsandbytes import FOUR, four_bits
 from tests.models.published.test_mlx import random_tensors
-from tests.models.published.test_stored_bits import PANELS, TILES, check_panels, kept, load
+from tests.models.published.test_stored_bits import (
+    CASES,
+    PANELS,
+    ROWS,
+    TILES,
+    check_panels,
+    decoded,
+    gptq,
+    kept,
+    load,
+    of_projections,
+    qwen,
+)
 from tests.models.published.written import resized, write_model
+from tests.pallas_kernels.code_panels import rounded
 
 ALL = {"qkv", "o", "gate_up", "down"}
 
@@ -48,10 +66,10 @@ def num_bytes(params: Any) -> int:
 
 
 def stored_bytes(path: Path) -> int:
-    """The bytes of the tensors of the layers that are no vectors."""
+    """The bytes of all that the file has of the projections."""
     with (path / "model.safetensors").open("rb") as file:
         tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    ends = [of["data_offsets"] for name, of in tensors.items() if ".layers." in name and len(of["shape"]) > 1]
+    ends = [of["data_offsets"] for name, of in tensors.items() if "_proj." in name]
     return sum(end - begin for begin, end in ends)
 
 
@@ -94,3 +112,109 @@ def test_integers_with_a_bias_are_kept(bits: int, group: int, tmp_path: Path) ->
     assert isinstance(table.form, CodeTable)
     np.testing.assert_array_equal(table.form.look_up(table.arrays, jnp.arange(7)), plain["embed"][:7])
     check_plan(path, by_kernel, PANELS)
+
+
+def bitsandbytes(directory: Path, code: Code, *, nested: bool) -> Path:
+    """A model whose projections are numbers of a table, with two blocks in each row at least."""
+    sizes = {16: 32, 32: 64, 48: 128, 64: 128, 100: 256}
+    fixture = resized(Fixture.load("qwen3"), sizes, hidden_size=128, intermediate_size=256, head_dim=32)
+    tensors = {}
+    for name, weight in fixture.weights().items():
+        if weight.ndim == 2 and "_proj" in name:
+            made, _ = four_bits((weight.shape[0], weight.shape[1]), nested=nested, kind=code.name, code=code)
+            tensors |= {name + stored.removeprefix("x_proj.weight"): array for stored, array in made.items()}
+        else:
+            tensors[name] = weight
+    settings = FOUR | {"bnb_4bit_quant_type": code.name}
+    return write_model(directory, fixture.config | {"quantization_config": settings}, tensors)
+
+
+@pytest.mark.parametrize(("code", "nested"), [(NF4, True), (FP4, False)])
+def test_numbers_of_a_table_are_kept(code: Code, nested: bool, tmp_path: Path) -> None:
+    path = bitsandbytes(tmp_path, code, nested=nested)
+    params, plain = load(path), load(path, Forms())
+    assert kept(params) == ALL
+    assert {params["layers"][0][name].form.code for name in ALL} == {code}
+    assert num_bytes(params) < 1.1 * stored_bytes(path)
+    check_tiles(params, plain)
+    check_plan(path, params)
+    # Devices have parts of them, and where XLA would write a copy in each step they are decoded once.
+    shared = load(path, size=2)
+    assert kept(shared) == ALL
+    chex.assert_trees_all_equal(decoded(shared), decoded(load(path, Forms(), size=2)))
+    assert not kept(load(path, ROWS))
+
+
+def test_the_values_of_bitsandbytes() -> None:
+    """NF4's are quantiles of a normal distribution, as `create_normal_map` of bitsandbytes computes them."""
+    quantile = NormalDist().inv_cdf
+    above = [quantile(p) for p in np.linspace(0.9677083, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(0.9677083, 0.5, 8)[:-1]]
+    numbers = np.sort([*above, 0.0, *below]) / max(above)
+    np.testing.assert_allclose(NF4.table[:16], numbers, rtol=0, atol=2e-7)
+    # A sign, and sizes of which the largest is 1.
+    sizes = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+    np.testing.assert_allclose(FP4.table[:16], [*sizes, *-sizes], rtol=1e-6)
+
+
+@pytest.mark.parametrize("code", [NF4, FP4])
+def test_new_weights_are_the_nearest_of_a_table(code: Code) -> None:
+    weights = np.random.default_rng(0).normal(size=(6, 128)).astype(np.float32)
+    form = ScaledGroups(code, 64, "float32")
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arrays = form.keep(jnp.asarray(weights), dict.fromkeys(("codes", "scales"), place))
+    largest = np.abs(weights).reshape(6, 2, 64).max(-1)
+    np.testing.assert_allclose(arrays["scales"], largest, rtol=1e-6)
+    exact = weights / np.repeat(np.asarray(arrays["scales"]), 64, -1)
+    numbers = code.table[:16]
+    nearest = numbers[np.abs(exact[..., None] - numbers).argmin(-1)]
+    np.testing.assert_array_equal(code.numbers(arrays["codes"]), nearest)
+
+
+def test_groups_in_no_order_are_kept_in_another_order_of_inputs(tmp_path: Path) -> None:
+    settings = CASES["gptq"][0] | {"desc_act": True}
+
+    def parts(shape: tuple[int, int], seed: int, order_seed: int | None = None) -> dict[str, np.ndarray]:
+        usual = gptq(shape, seed)
+        stream = np.random.default_rng(shape[1] if order_seed is None else order_seed)
+        return usual | {"g_idx": stream.permutation(usual["g_idx"])}
+
+    path = of_projections(tmp_path / "alike", qwen(), settings, parts)
+    params, plain = load(path), load(path, Forms())
+    assert kept(params) == ALL
+    check_tiles(params, plain)
+    orders = sum(params["layers"][0][name].arrays["order"].nbytes for name in ALL) * len(params["layers"])
+    assert num_bytes(params) - orders < 1.05 * stored_bytes(path)
+    check_plan(path, params)
+    # Where devices have parts of the inputs they are decoded, and so are they in stacks of layers.
+    shared = load(path, size=2)
+    assert kept(shared) == {"qkv", "gate_up"}
+    check_tiles(shared, plain)
+    assert not kept(load(path, ROWS))
+    # The kernel for CPUs gets tokens in that order, of the layer that a step computes.
+    by_kernel = load(path, PANELS)["layers"]
+    x = np.random.default_rng(0).standard_normal((3, 48), np.float32)
+    node, exact = by_kernel[1]["gate_up"], np.asarray(plain["layers"][1]["gate_up"], np.float64)
+    order = np.asarray(node.arrays["order"])
+    assert (np.sort(order) == np.arange(48)).all() and (order != np.arange(48)).any()
+    tokens = np.zeros((3, 48))
+    tokens[:, order] = rounded(x[:, order], 16)
+    expected = np.einsum("ti,...i->t...", tokens, exact)
+    both = [layer["gate_up"].arrays for layer in by_kernel[:2]]
+    y = jax.jit(lambda x, both, i: node.form.product_with_one(x, both, i, None))(x, both, 1)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    gated = jax.jit(lambda x, both, i: node.form.gated_product(x, both, i, "silu"))(x, both, 1)
+    np.testing.assert_allclose(gated, jax.nn.silu(y[:, 0]) * y[:, 1], rtol=1e-4, atol=1e-5)
+    # New weights have the order in which they are.
+    weights, decl = jnp.asarray(exact, jnp.float32), ParamDecl(exact.shape, (None,) * 3, storage="matrix")
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arrays = node.form.keep(weights, dict.fromkeys(node.form.declare(decl), place))
+    assert {name: array.shape for name, array in arrays.items()} == {name: a.shape for name, a in node.arrays.items()}
+    np.testing.assert_array_equal(arrays["order"], np.arange(48))
+    # Gate and up have an order each: both are decoded, as are groups of several sizes.
+    path = of_projections(tmp_path / "apart", qwen(), settings, lambda shape, seed: parts(shape, seed, seed))
+    assert kept(load(path)) == {"qkv", "o", "down"}
+    uneven = {"g_idx": np.repeat(np.arange(2, dtype=np.int32), (20, 28))}
+    others = ("down_proj.weight", "o_proj.weight")  # which have other inputs
+    path = of_projections(tmp_path / "uneven", qwen(), settings, lambda *of: gptq(*of) | uneven, others)
+    assert not kept(load(path))
