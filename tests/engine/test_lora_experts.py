@@ -133,7 +133,7 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
         assert_idle(llm)
 
 
-# Replicas share the experts, which are in MXFP4.
+# Replicas share the experts, which are in MXFP4, but for stages, whose stacks of layers XLA would copy.
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,7 +152,7 @@ def test_adapters_follow_experts_that_move(
         one_program(),
         tiny_llm(packed, **options, speculation=False, enable_prefix_caching=False) as llm,
     ):
-        assert "uint8" in expert_dtypes(llm)
+        assert ("uint8" in expert_dtypes(llm)) == (options["mesh"] == "2x2")
         for _ in range(3):
             num_placements = llm.engine.stats().num_expert_placements
             assert tokens_of(llm, requests) == expected["mxfp4"]
