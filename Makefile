@@ -20,7 +20,7 @@ NEW_VENV := PATH="$$PATH:$$(echo $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1*/bin
   $(UV) venv --quiet --clear --no-python-downloads
 export UV_HTTP_TIMEOUT ?= 180
 
-.PHONY: demo serve test test-newest-jax lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle \
+.PHONY: demo serve test test-newest-jax quick-newest-jax lint format check wheel docs aot bench bench-kernels fixtures fixtures-vllm oracle \
   peers venv constraints clean
 
 demo: .venv/.stamp  ## several prompts in one batch, written by the embedded model
@@ -97,6 +97,13 @@ venv: .venv/.stamp
 # have; the quick tests of what is near jax run with either.
 NEWEST_JAX := 0.12.0.1
 NEAR_JAX := tests/runtime tests/sharding tests/models tests/pallas_kernels
+# Of these the part that CI runs: the step, meshes, layers of every kind over four devices, and attention on CPUs, TPUs and
+# GPUs.
+NEAREST_JAX := tests/sharding \
+  $(addprefix tests/runtime/test_,$(addsuffix .py,step_program sharded_step sampler program_cache stored_programs)) \
+  tests/models/test_families_sharded.py \
+  tests/pallas_kernels/test_small_matmul.py \
+  $(addprefix tests/pallas_kernels/test_ragged_paged_attention_,$(addsuffix .py,cpu tpu gpu))
 
 .newest/.stamp: pyproject.toml constraints.txt Makefile | .venv/.stamp
 	@test -x .newest/bin/python || $(UV) venv --quiet --python $(PY) .newest
@@ -107,6 +114,9 @@ NEAR_JAX := tests/runtime tests/sharding tests/models tests/pallas_kernels
 
 test-newest-jax: .newest/.stamp  ## the quick tests near jax, with the newest jax
 	.newest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(NEAR_JAX)
+
+quick-newest-jax: .newest/.stamp  ## of these tests some three minutes, which CI runs
+	.newest/bin/python -m pytest -n $(JOBS) --dist loadfile -m 'not slow' $(NEAREST_JAX)
 
 # What the wheel says that it needs, and no more: the tests install the wheel here, where no clone can be imported.
 .wheel/.stamp: pyproject.toml constraints.txt | .venv/.stamp

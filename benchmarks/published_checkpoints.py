@@ -14,19 +14,11 @@ import numpy as np
 
 from jaxvllm.model_name import DEMO_MODEL
 from jaxvllm.models.safetensors_files import create_file, open_weights
+from pallas_kernels.quantized_matmul import code
 
 NF4_BLOCK = 64
 AWQ_GROUP = 64  # 128, which is usual, does not divide the model's 192
-# The values of NF4: quantiles of a normal distribution (arXiv 2305.14314, appendix E).
-NF4 = np.array(
-    (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
-    np.float32,
-)
+NF4 = code.NF4.table[:16]
 E2M1 = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), np.float32)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each place in a word
 

@@ -134,6 +134,15 @@ def quick_programs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def interpreted_kernels() -> Iterator[None]:
+    """For modules that ask for it, because they interpret kernels."""
+    from tests.interpreters import quick_callbacks
+
+    with quick_callbacks():
+        yield
+
+
 @dataclass
 class Compilations:
     """The programs compiled while its `compilations()` block was open."""

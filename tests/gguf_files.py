@@ -144,10 +144,20 @@ def random_blocks(kind: Kind, rows: int, blocks: int, largest: float = 1e-2) -> 
     size, own = gguf.GGML_QUANT_SIZES[kind][1], STORED_TYPES[kind]
     stream = np.random.default_rng(int(kind))
     data = stream.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
-    for place in (own.scale, own.min):
-        if place is not None:
-            halves = stream.uniform(-largest, largest, (rows, blocks, 1)).astype(np.float16)
-            data[..., place : place + 2] = halves.view(np.uint8)
+    if kind == Kind.IQ1_M:  # whose scale has four bits in each of the last four words
+        halves = stream.uniform(-largest, largest, (rows, blocks, 1)).astype(np.float16).view(np.uint16)
+        words = np.ascontiguousarray(data[..., 48:]).view(np.uint16)
+        parts = (halves >> np.arange(0, 16, 4, dtype=np.uint16) & 15) << 12
+        data[..., 48:] = (words & 0xFFF | parts).view(np.uint8)
+    elif kind == Kind.MXFP4:
+        data[..., 0] = int(np.log2(largest)) + stream.integers(123, 129, (rows, blocks))
+    elif kind == Kind.NVFP4:  # of positive numbers, none of which is a NaN
+        data[..., :4] = stream.integers(1, 0x78, (rows, blocks, 4))
+    else:
+        for place in (own.scale, own.min):
+            if isinstance(place, int):
+                halves = stream.uniform(-largest, largest, (rows, blocks, 1)).astype(np.float16)
+                data[..., place : place + 2] = halves.view(np.uint8)
     return data.reshape(rows, -1)
 
 

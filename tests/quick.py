@@ -4,17 +4,20 @@ Processes of engines that tests start import this, too (`tests/children/sitecust
 """
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import jax
 from jax._src import compiler
 
 from jaxvllm.models.spec import ModelSpec
-from jaxvllm.runtime.programs import Programs
 from jaxvllm.runtime.recipe import COMPILER_OPTIONS, Recipe
+from jaxvllm.runtime.stored_programs import StoredPrograms
 
 
 def _message(number: int, content: bytes) -> bytes:
@@ -80,8 +83,7 @@ def quick_compilation() -> Iterator[None]:
     """Compiles with LLVM at -O0: the programs of engines, which take a third less CPU then, and those of `jax.jit`.
 
     XLA does the same to them before: HLO, memory and collectives are as ever. LLVM gets each program whole, which takes
-    a tenth less. An engine that outlives the context needs `warm_up="full"`, or it would compile in the background
-    later.
+    a tenth less. What an engine compiles after the end of the context is as usual.
     """
     before = jax.config.values["jax_disable_most_optimizations"]
     with (
@@ -117,33 +119,69 @@ def quick_emitters(spec: ModelSpec) -> AbstractContextManager[None]:
     return nullcontext() if any(layer.keeps_state for layer in spec.layers) else earlier_emitters()
 
 
-_begin = Programs.__init__
+class _OnDemand:
+    """A program that is compiled, or loaded, when it is called first, or asked for anything else."""
+
+    def __init__(self, make: Callable[[], jax.stages.Compiled]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: jax.stages.Compiled | None = None
+
+    def _program(self) -> jax.stages.Compiled:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._program()(*arguments)
+
+    def memory_analysis(self) -> Any:
+        """Says that it needs none before it is compiled: engines ask that of their largest step when they start."""
+        nothing = dict.fromkeys(("temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"), 0)
+        return SimpleNamespace(**nothing) if self._made is None else self._made.memory_analysis()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program(), name)
 
 
-def _begin_with_buckets_alone(self: Any, ladder: Any, compile_step: Any, yields: bool, afterwards: Any) -> None:
-    _begin(self, ladder, compile_step, yields)
+_make_now = StoredPrograms.make
+
+
+def _make_on_demand(self: StoredPrograms, recipe: Recipe) -> jax.stages.Compiled:
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(recipe.arguments)):
+        return _make_now(self, recipe)  # or weights would live for as long as nobody needs the program
+    return cast(jax.stages.Compiled, _OnDemand(partial(_make_now, self, recipe)))
 
 
 @contextmanager
-def rare_programs(on_demand: bool) -> Iterator[None]:
-    """Engines that start within compile what few requests need when the first of these comes, or in advance, as served.
+def programs_on_demand() -> Iterator[None]:
+    """Engines that start within take every program for ready, and compile it in the first step that runs in it.
 
-    It is what beam searches, masks, rare parameters and readouts need: nearly two seconds of the CPU an engine.
+    Steps run in the buckets of an engine that has compiled everything. What no step of a test needs costs nothing, such
+    as the whole sampler where all requests are plain, which takes one to two seconds of the CPU.
     """
-    with mock.patch.object(Programs, "__init__", _begin_with_buckets_alone if on_demand else _begin):
+    with mock.patch.object(StoredPrograms, "make", _make_on_demand):
+        yield
+
+
+@contextmanager
+def programs_in_advance() -> Iterator[None]:
+    """Engines that start within compile as those that serve do, also what few requests need."""
+    with mock.patch.object(StoredPrograms, "make", _make_now):
         yield
 
 
 @contextmanager
 def quick_engines(have_states: bool = False, run_long: bool = False) -> Iterator[None]:
-    """Engines that start within compile quickly, and what few requests need only on demand.
+    """Engines that start within compile quickly, and each program only when a step needs it.
 
     Steps take several times as long at -O0. So those that `run_long`, for a thousand tokens or more, have the -O1 of
     engines that serve.
     """
     with (
         nullcontext() if run_long else quick_compilation(),
-        rare_programs(on_demand=True),
+        programs_on_demand(),
         nullcontext() if have_states else earlier_emitters(),
     ):
         yield

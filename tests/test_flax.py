@@ -25,7 +25,7 @@ from sharding.placement import make_mesh
 from tests.conftest import Compilations
 from tests.engine.tiny import greedy_tokens, random_prompts, tiny_llm, write_tiny_checkpoint
 from tests.models.fixture import Fixture
-from tests.quick import earlier_emitters, quick_compilation, rare_programs
+from tests.quick import earlier_emitters, programs_on_demand, quick_compilation
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(directory: Path) -> Iterator[LLM]:
     """Compiled as it is served, because its bits are compared. In 16 bits it shows where XLA does not round."""
     sizes = dict(max_num_seqs=16, max_num_batched_tokens=64, row_buckets=(16,), token_buckets=(64,), num_pages=257)
-    with rare_programs(on_demand=True), tiny_llm(directory, dtype="bfloat16", attention_backend="cpu", **sizes) as llm:
+    with programs_on_demand(), tiny_llm(directory, dtype="bfloat16", attention_backend="cpu", **sizes) as llm:
         yield llm
 
 
@@ -138,6 +138,7 @@ def test_training_changes_what_is_served_and_saved(
         tokens = jnp.asarray([[*prompt, *range(50, 70)]], jnp.int32)
         losses = trained(module, tokens, 30)
         assert losses[-1] < 0.2 < 3 < losses[0]
+        assert greedy_tokens(llm, [prompt], 20) != [list(range(50, 70))]  # and every step is compiled
         with compilations() as seen:
             llm.update_weights(module.tree())
             assert greedy_tokens(llm, [prompt], 20) == [list(range(50, 70))]

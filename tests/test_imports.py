@@ -302,8 +302,8 @@ def test_nothing_is_executed_or_unpickled() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level modules that a fresh interpreter holds after the statement."""
-    program = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    """The modules that a fresh interpreter holds after the statement."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -325,8 +325,14 @@ def test_import_is_cheap(module: str) -> None:
 
 
 def test_an_engine_imports_nothing_that_few_requests_need() -> None:
-    """Chat templates, progress bars and connections to other engines take 0.04 s of each start."""
-    assert sorted(loaded_by("import jaxvllm.engine.llm") & {"jinja2", "tqdm", "zmq"}) == []
+    """Chat templates, progress bars, connections to other engines and grammars take 0.05 s of each start.
+
+    What other models and other devices need takes 0.08 s.
+    """
+    rare = {"jinja2", "tqdm", "zmq", "llguidance"}
+    models = "families.llama", "forms.cpu_groups", "forms.gpu_groups", "gpu_states", "heads.eagle", "mamba", "peft"
+    rare |= {f"jaxvllm.models.{name}" for name in (*models, "published.awq", "published.gguf_tensors")}
+    assert sorted(loaded_by("import jaxvllm.engine.llm") & rare) == []
 
 
 @pytest.mark.parametrize("package", ["core", "text", "grammar"])

@@ -244,28 +244,42 @@ LATENT = StepModel(
 LATENT_FORMS = ("decode", "mixed")
 # The layers of Llama 3 70B, whose smallest matrix takes 128 MiB in 16 bits, 32 in int4, and 64 in FP8.
 QUANTIZED_FORMS = ("decode", "mixed")
-# One chip of each compiler has all forms of the step, alone and on two devices, and some with the reference. The others
-# have those whose kernels are their own, on two devices: what is around the kernels is the same.
+# One chip of each compiler has all forms of the step, and some with the reference. The others have those whose kernels
+# are their own: what is around the kernels is the same. All are on two devices, which have what one has and collectives
+# beside it. On more devices, a weight's share would no longer be larger than the workspace beside it.
 ALL_STEPS = ("h200", "v5e")
+SPLIT = MeshShape(1, 2)
+# What XLA copies in a loop within another, and around latents, is its own matter and not a kernel's. So a TPU for each
+# size of matrix units has steps in stages and those of LATENT, as H200 and B200 do, and those of NARROW.
+NARROW_STEPS = ("v5e", "v7x")
+MORE_STEPS = (*NARROW_STEPS, "h200", "b200")
 FEW_STEPS = ("decode", "mixed", "sample")
 # GPUs of one generation differ in their numbers of multiprocessors and in their caches: one of each has all programs. A
 # GB10 differs from an RTX PRO 6000 in nothing else, either.
 ALL_OF_GENERATION = ("h200", "b200", "a100", "rtx3090", "l4", "t4", "pro6000")
 # Attention has three ways to copy on GPUs whose matrix units work for a warp, and on an A100 blocks of twice as many
-# tokens and no instruction for float8. The others are like one of these, and so are their steps.
+# tokens and no instruction for float8. The others are like one of these, and their steps like those of a GPU that
+# copies as they do: what XLA makes around a kernel is the same on an L4 as on an A100.
 ALL_OF_ATTENTION = ("h200", "b200", "t4", "a100", "l4", "pro6000")
-# The others have these, whose tiles depend on such numbers.
+ALL_OF_STEPS = ("h200", "b200", "t4", "a100", "pro6000")
+# What masks, sinks, slopes and soft caps make of a kernel is the same for one of these as for others with its kernel:
+# on TPUs for matrix units 128 or 256 wide, on GPUs for warpgroups or warps. So the others have FEW_CASES.
+ALL_CASES = ("v5e", "v7x", "h200", "a100")
+FEW_CASES = ("decode-gqa", "mixed-sinks")
+# One chip of each compiler has batches of every size; the others have the largest of a kind of heads or latents.
+ALL_BATCHES = ("v5e", "h200")
+# GPUs that are like another one have these, whose tiles depend on such numbers: of attention a batch that decodes and
+# two prompts. Those in int8 spill first.
 SOME_PROGRAMS = (
-    "attention/decode-gqa/",
-    "attention/mixed-sinks/",
+    "attention/decode-64x4096-heads-int8/",
+    "attention/prefill-2048-heads-int8/",
+    "attention/prefill-8192-q32-d128/",
     "experts/qwen3-30b-decode-64/",
     "quantized/qwen3-8b-gate-up-int4-decode-16/",
     "quantized/qwen3-8b-down-awq-decode-16/",
     "states/qwen3-next-decode-64/",
     "step/decode-int4/",
 )
-# On more devices, a weight's share would no longer be larger than the workspace beside it.
-STEP_MESHES = (MeshShape(1, 1), MeshShape(1, 2))
 # In stages too, the forms whose layers run in a loop within another loop, where compilers might copy. Not of NARROW:
 # where weights fit in VMEM, XLA keeps them there from tick to tick (both layers of a stage, 32 MiB, on v5e).
 STAGES, STAGED_FORMS = MeshShape(1, 1, stages=2), ("decode", "burst", "mixed")
@@ -299,8 +313,8 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     Where no kernel of ours does what a kind is about, that is left to the step, in plain XLA.
     """
     every = _programs(chip, kind)
-    has_all = ALL_OF_ATTENTION if kind in ("attention", "step") else ALL_OF_GENERATION
-    if isinstance(chip, TpuChip) or chip.name in has_all:
+    has_all = {"attention": ALL_OF_ATTENTION, "step": ALL_OF_STEPS}
+    if isinstance(chip, TpuChip) or chip.name in has_all.get(kind, ALL_OF_GENERATION):
         return every
     return tuple(program for program in every if program.name.startswith(SOME_PROGRAMS))
 
@@ -308,7 +322,6 @@ def programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
 def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
     backend = Backend.of_chip(chip)
     has_copy_engine = isinstance(chip, TpuChip) or chip.has_copy_engine
-    has_stages = isinstance(chip, TpuChip) or not takes_warps(chip)
     if kind == "attention":
         return tuple(_attention_program(case, backend) for case in _attention_cases(backend))
     if kind == "experts":
@@ -328,13 +341,10 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
             *(_delta_program(case, backend) for case in STATES_SERVING),
         )
     forms = WIDE.forms if chip.name in ALL_STEPS else FEW_STEPS
-    wide = tuple(
-        _step_program(WIDE, form, backend, mesh)
-        for form in forms
-        for mesh in (STEP_MESHES if chip.name in ALL_STEPS else STEP_MESHES[1:])
-    )
-    if has_stages:
+    wide = tuple(_step_program(WIDE, form, backend, SPLIT) for form in forms)
+    if chip.name in MORE_STEPS:
         wide += tuple(_step_program(WIDE, form, backend, STAGES) for form in STAGED_FORMS)
+        wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     if chip.name in ALL_STEPS:
         wide += tuple(_step_program(WIDE, form, REFERENCE, MeshShape(1, 1)) for form in STAGED_FORMS)
     # Tokens in FP8 have a kernel for GPUs, because XLA would copy each layer's matrix.
@@ -344,11 +354,9 @@ def _programs(chip: Chip, kind: Kind) -> tuple[Program, ...]:
         for quantization in quantizations
         for form in QUANTIZED_FORMS
     )
-    if has_stages:
-        wide += tuple(_step_program(LATENT, form, backend, MeshShape(1, 1)) for form in LATENT_FORMS)
     experts = [(EXPERTS if isinstance(chip, TpuChip) else WIDE_EXPERTS, form) for form in EXPERTS_FORMS]
     # XLA enters tokens into the index in VMEM, where its 8 MiB would look like a copy of pages or of a weight.
-    narrow = [(NARROW, form) for form in NARROW.forms if isinstance(chip, TpuChip) and form != "suffix-learns"]
+    narrow = [(NARROW, form) for form in NARROW.forms if chip.name in NARROW_STEPS and form != "suffix-learns"]
     return wide + tuple(_step_program(model, form, backend, MeshShape(1, 1)) for model, form in narrow + experts)
 
 
@@ -360,17 +368,19 @@ def _attention_cases(backend: Backend) -> tuple[RaggedCase, ...]:
     number of tokens changed what it took of VMEM, and the context changed that by 11% at most and spills never
     (aot-2026-11-21-1712b10).
     """
-    largest: dict[tuple[bool, int, RaggedCase], RaggedCase] = {}
-    latents = tuple(case for case in SERVING if case.latent_size is not None)
-    for case in SERVING:
-        size = case.num_tokens if backend.kind == "tpu" else 0
-        kind = case.is_decode, size, replace(case, name="", num_tokens=0, rows=())
-        if case.latent_size is None and (kind not in largest or case.num_tokens >= largest[kind].num_tokens):
-            largest[kind] = case
-    cases = (*CASES, *largest.values(), *latents)
-    # What plain XLA makes of latents is the same before Hopper and on desks, and an A100 has it.
     chip = backend.chip
-    has_latents = not isinstance(chip, GpuChip) or not takes_warps(chip) or chip.name == "a100"
+    assert isinstance(chip, TpuChip | GpuChip)
+    has_all = chip.name in ALL_CASES
+    largest: dict[tuple[bool, int, RaggedCase], RaggedCase] = {}
+    for case in SERVING:
+        by_size = chip.name in ALL_BATCHES and (isinstance(chip, TpuChip) or case.latent_size is not None)
+        size = case.num_tokens if by_size else 0
+        kind = case.is_decode, size, replace(case, name="", num_tokens=0, rows=())
+        if kind not in largest or case.num_tokens >= largest[kind].num_tokens:
+            largest[kind] = case
+    cases = (*(case for case in CASES if has_all or case.name in FEW_CASES), *largest.values())
+    # What plain XLA makes of latents is the same before Hopper and on desks, and an A100 has it.
+    has_latents = isinstance(chip, TpuChip) or not takes_warps(chip) or chip.name == "a100"
     return tuple(case for case in cases if case.latent_size is None or has_latents)
 
 

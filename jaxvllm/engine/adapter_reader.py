@@ -82,7 +82,7 @@ class AdapterReader:
         is_stacked = isinstance(arrays[LAYERS], dict)
         for (key, array), (_, own) in zip(_in_layers(arrays), _in_layers(like), strict=True):
             if key.startswith(UP) and axes.layers is not None and axes.layers.one_by_one:
-                ranks = 1 + axes.layers.slot_axis(is_stacked)  # the axis after that of slots
+                ranks = 1 + axes.layers.slot_axis(key, is_stacked)  # the axis after that of slots
                 np.moveaxis(array, ranks, 0)[-1] = np.moveaxis(own, ranks, 0)[-1]
             if key.startswith(EXPERT_UP) and axes.experts is not None and axes.experts.room.one_by_one:
                 numbers = np.moveaxis(array, 1 + axes.experts.slot_axis(key, is_stacked), 0)[-1]

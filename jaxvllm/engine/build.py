@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -22,7 +22,6 @@ from jaxvllm.core.side_input import SideInputRules
 from jaxvllm.core.side_store import SideStore
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_sizes import step_overhead
-from jaxvllm.engine.adapter_reader import AdapterReader
 from jaxvllm.engine.page_exchange import make_connector, model_name, page_format
 from jaxvllm.engine.page_moves import DeviceMoves, HostMoves, PageMoves
 from jaxvllm.engine.page_traffic import PageTraffic
@@ -39,7 +38,6 @@ from jaxvllm.models.forms import Forms
 from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.layer_memory import KeysAndValues
 from jaxvllm.models.lora import LORA
-from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Params
 from jaxvllm.models.published.kv_cache_scheme import stated_kv_scheme
 from jaxvllm.models.spec import ModelSpec
@@ -68,6 +66,10 @@ from pallas_kernels.backend import Backend, multiplies_bf16
 from sharding.hosts import ALONE, Hosts
 from sharding.placement import make_mesh, replica_meshes
 
+if TYPE_CHECKING:
+    from jaxvllm.engine.adapter_reader import AdapterReader
+    from jaxvllm.models.lora_arrays import LoraArrays
+
 logger = logging.getLogger(__name__)
 
 
@@ -86,7 +88,7 @@ class EngineParts:
     lockstep: Lockstep | None  # of replicas that share experts; None: each computes its steps alone
     connector: VersionedConnector | None  # of all replicas; None: their pages stay where they are
     traffic: tuple[PageTraffic | None, ...]  # one a replica
-    adapter_reader: AdapterReader | None  # None: there is no room for adapters
+    adapter_reader: "AdapterReader | None"  # None: there is no room for adapters
     # Returns weights for every replica, of arrays by their names in a checkpoint, or of the directory of one. With
     # weights for every replica, the arrays are a part, and the others are these. Raises ValueError for arrays that the
     # model has not.
@@ -281,7 +283,11 @@ def build(
         lora_slots = LoraSlots(served.num_lora_slots)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store, lora_slots)
 
-    tells_columns = all(form.tells_columns for form in held.own.values())
+    adapter_reader = None
+    if lora is not None:
+        from jaxvllm.engine.adapter_reader import AdapterReader
+
+        adapter_reader = AdapterReader(lora, all(form.tells_columns for form in held.own.values()))
     clock.ready(programs.num_loaded, programs.num_compiled)
     logger.info("%s", clock.report())
 
@@ -295,7 +301,7 @@ def build(
         lockstep=lockstep,
         connector=connector,
         traffic=traffic,
-        adapter_reader=None if lora is None else AdapterReader(lora, tells_columns),
+        adapter_reader=adapter_reader,
         read_weights=read_weights,
         page_format=page_form,
         spec=spec,
@@ -395,10 +401,12 @@ def _load(
     return [params, *map(copied, meshes[1:])]
 
 
-def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -> LoraArrays | None:
+def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -> "LoraArrays | None":
     """Makes room for adapters, if the user wants any."""
     if not config.enable_lora:
         return None
+    from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom  # 10 ms of imports, and most engines have no room
+
     places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
     room = LoraRoom(config.max_loras, config.max_lora_rank, config.lora_target_modules)

@@ -15,18 +15,11 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
-from jaxvllm.models.heads.draft_model import DraftModel
-from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.heads.kinds import check_kind, method_of
-from jaxvllm.models.heads.mtp_files import read_mtp
 from jaxvllm.models.kv_scales import with_kv_scales
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.proposers import Proposer
-from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
-from jaxvllm.runtime.proposers.medusa import MedusaProposer
 from jaxvllm.runtime.proposers.ngram import NgramProposer
-from jaxvllm.runtime.proposers.suffix import SuffixProposer
 from sharding.placement import mesh_of, place
 
 
@@ -48,8 +41,23 @@ class Drafting:
         if config.method == "ngram":
             return cls(NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max))
         if config.method == "suffix":
+            from jaxvllm.runtime.proposers.suffix import SuffixProposer
+
             depth, factor = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_spec_factor
             return cls(SuffixProposer(depth, factor))
+        return cls._of_weights(config, target, target_directory, forms)
+
+    @classmethod
+    def _of_weights(
+        cls, config: SpeculativeConfig, target: ResolvedConfig, target_directory: Path, forms: Forms
+    ) -> "Drafting":
+        """Reads a model or heads. Their modules are imported here, because most engines guess without weights."""
+        from jaxvllm.models.heads.files import read_eagle, read_eagle3, read_medusa
+        from jaxvllm.models.heads.kinds import check_kind, method_of
+        from jaxvllm.models.heads.mtp_files import read_mtp
+        from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
+        from jaxvllm.runtime.proposers.medusa import MedusaProposer
+
         directory = target_directory if config.model is None else resolve(config.model)
         hf_config = target.hf_config if config.model is None else checkpoint.read_config(directory)
         method = config.method or method_of(Path(config.model or "").name, hf_config)
@@ -78,6 +86,9 @@ class Drafting:
 
     @classmethod
     def _of_model(cls, directory: Path, hf_config: dict[str, Any], target: ResolvedConfig, forms: Forms) -> "Drafting":
+        from jaxvllm.models.heads.draft_model import DraftModel
+        from jaxvllm.runtime.proposers.autoregressive import AutoregressiveProposer
+
         spec = model_spec(hf_config)
         if spec.max_position < target.max_model_len:
             raise ValueError(

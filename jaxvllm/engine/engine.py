@@ -37,7 +37,6 @@ from jaxvllm.engine.rounds import Rounds
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
-from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
@@ -45,6 +44,7 @@ from jaxvllm.text.prompts import PromptLike
 
 if TYPE_CHECKING:
     from jaxvllm.engine.kv_event_publisher import KVEventPublisher
+    from jaxvllm.grammar.constraint import CompiledGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Engine:
         """
         return self.inputs.check(request_id, prompt, params, add_special_tokens=add_special_tokens, **options)
 
-    def submit(self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None) -> None:
+    def submit(self, request: GenerationRequest, prepared: "Future[CompiledGrammar] | None" = None) -> None:
         """Queues a checked request, once its grammar is compiled, if it has one. If it raises, nothing is queued.
 
         `prepared` is what `InputProcessor.prepare` has returned. A caller that must not wait asks for it first, and

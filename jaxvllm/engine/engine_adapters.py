@@ -5,27 +5,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.lora import LoraAdapter, LoRARequest, salt_without_adapter
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.engine.adapter_reader import AdapterReader
 from jaxvllm.engine.lora_store import LoraStore
 from jaxvllm.engine.replica import Replica
 from jaxvllm.models.lora import LAYERS, OUTSIDE
-from jaxvllm.models.peft import PEFT_CONFIG, PEFT_WEIGHTS
+
+if TYPE_CHECKING:
+    from jaxvllm.engine.adapter_reader import AdapterReader
 
 
 class EngineAdapters:
     """Finds the adapters of requests: as they were read, or as they were updated since."""
 
-    def __init__(self, config: EngineConfig, reader: AdapterReader | None, replicas: Sequence[Replica]):
+    def __init__(self, config: EngineConfig, reader: "AdapterReader | None", replicas: Sequence[Replica]):
         """Reads adapters with `reader`. An engine that has none has no room for adapters."""
         self._reader = reader
         self._store = None if reader is None else LoraStore(reader.read, config.max_cpu_loras or config.max_loras)
@@ -118,6 +118,10 @@ def _adapter_of(
 
     They go through a file, so that arrays are checked as files are, by the same code.
     """
+    from safetensors.numpy import save_file
+
+    from jaxvllm.models.peft import PEFT_CONFIG, PEFT_WEIGHTS
+
     given = f"the given tensors of the adapter {request.lora_name!r}"
     wrong = [name for name, array in tensors.items() if not hasattr(array, "dtype") or not isinstance(name, str)]
     if wrong:

@@ -3,7 +3,7 @@
 import random
 from concurrent.futures import Future
 from itertools import count
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.beam import BeamSearch
@@ -20,10 +20,12 @@ from jaxvllm.engine.engine_adapters import EngineAdapters
 from jaxvllm.engine.exported_request import SamplingState
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.request_rules import RequestRules
-from jaxvllm.grammar.constraint import CompiledGrammar
 from jaxvllm.grammar.request_constraints import without_tokenizer
 from jaxvllm.text.bad_words import read_bad_words
 from jaxvllm.text.prompts import PromptLike, PromptReader, PromptRoom
+
+if TYPE_CHECKING:
+    from jaxvllm.grammar.constraint import CompiledGrammar
 
 
 class InputProcessor:
@@ -83,7 +85,7 @@ class InputProcessor:
         num_side_rows = sum(map(len, request.prompt.side_inputs))
         self._replica.scheduler.check_fits(num_prompt_tokens, self.rules.limit(request), num_beams, num_side_rows)
 
-    def prepare(self, request: GenerationRequest) -> Future[CompiledGrammar] | None:
+    def prepare(self, request: GenerationRequest) -> "Future[CompiledGrammar] | None":
         """Returns the grammar of a request as soon as it is compiled, or the ValueError in it. None if it has none."""
         params = request.params
         if params.structured_outputs is None and params.thinking_token_budget is None:
@@ -93,8 +95,8 @@ class InputProcessor:
         return self.constraints.prepare(params)
 
     def grammar(
-        self, request: GenerationRequest, prepared: Future[CompiledGrammar] | None = None
-    ) -> CompiledGrammar | None:
+        self, request: GenerationRequest, prepared: "Future[CompiledGrammar] | None" = None
+    ) -> "CompiledGrammar | None":
         """Waits for the grammar of `request`, if it has one. Raises ValueError for a wrong one.
 
         Raises OverloadedError for one that has no room now. `prepared` is what `prepare` has returned, if it was asked.
@@ -117,7 +119,7 @@ class InputProcessor:
         self,
         sequence: GenerationRequest,
         version: str,
-        grammar: CompiledGrammar | None,
+        grammar: "CompiledGrammar | None",
         bad_words: tuple[tuple[int, ...], ...],
         adapter: LoraAdapter | None = None,
         state: SamplingState | None = None,

@@ -26,7 +26,6 @@ from jaxvllm.models.hf_weights import StoredWeights
 from jaxvllm.models.orbax_tree import TREE, OrbaxTree
 from jaxvllm.models.params import Layout, Params, abstract_params, declaration, dummy_array
 from jaxvllm.models.published import published_encoding, without_encoding
-from jaxvllm.models.published.gguf_config import gguf_config
 from jaxvllm.models.safetensors_files import INDEX
 from jaxvllm.models.shards import (
     Parts,
@@ -58,6 +57,8 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises ValueError when it is missing or not a JSON object, or when the GGUF file is damaged.
     """
     if is_gguf(path):
+        from jaxvllm.models.published.gguf_config import gguf_config  # 14 ms of imports, and few models are such files
+
         return gguf_config(GgufFile.open(path, has_texts=False))
     file = path / CONFIG
     if not path.is_dir():

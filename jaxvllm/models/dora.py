@@ -93,10 +93,10 @@ def with_ratios(one: Any, layers: Any, spec: ModelSpec, axis: ModelAxis) -> Any:
     one_by_one = any(layer.lora.one_by_one for layer in spec.whole.layers if layer.lora is not None)
 
     def multiplied(up: jax.Array, ratios: jax.Array) -> jax.Array:
-        """Returns B [W, ..] or, one by one, [1, R + 1, ..], times one and the ratios f32[1, ..]."""
+        """Returns B [.., W] or, one by one, [1, R + 1, ..], times one and the ratios f32[1, ..]."""
         if one_by_one:  # the last row has the numbers of parts
             return jnp.concatenate([_times(up[:, :-1], 1 + ratios[:, None]), up[:, -1:]], axis=1)
-        return _times(up, 1 + ratios)
+        return _times(up, 1 + ratios[0][..., None])
 
     if isinstance(one, dict):
         ups = {key: stack for key, stack in layer_stacks(spec).items() if stack.name.startswith(UP) and stack.layers}

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from jaxvllm.models.kv_scales import KV_SCALE_ENDS, kv_scale_sources
 from jaxvllm.models.params import declare_layer
 from jaxvllm.models.published import published_encoding
 from jaxvllm.models.published.encoded_files import EncodedFiles
-from jaxvllm.models.published.gguf_tensors import GgufTensors
+from jaxvllm.models.published.parts import ScaledCodes
 from jaxvllm.models.published.stored_codes import StoredCodes
 from jaxvllm.models.safetensors_files import open_weights
 from jaxvllm.models.spec import ModelSpec
@@ -46,6 +46,14 @@ class Tensors(Protocol):
         """Returns the function that fills the part of our array that `source` tells. Raises ValueError as `check`."""
 
 
+@runtime_checkable
+class CodedTensors(Protocol):
+    """Tensors of which some are stored as codes and scales."""
+
+    def codes(self, source: Source) -> ScaledCodes | None:
+        """Returns the codes and scales of the part of our array that `source` tells, or None where it has none."""
+
+
 @dataclass(frozen=True)
 class StoredWeights:
     """Every array that a model needs, with the tensors that its parts come from."""
@@ -65,6 +73,8 @@ class StoredWeights:
         """
         tensors: Tensors
         if is_gguf(directory):
+            from jaxvllm.models.published.gguf_tensors import GgufTensors
+
             tensors = GgufTensors.of(GgufFile.open(directory, has_texts=False))
         else:
             files, encoding = open_weights(directory), published_encoding(config)
@@ -148,7 +158,7 @@ class StoredWeights:
 
     def stored(self, name: str, layer: int | None) -> StoredCodes | None:
         """Returns what is stored of a matrix, or None where a part of it is not stored as codes and scales."""
-        if not isinstance(self.tensors, EncodedFiles | GgufTensors):
+        if not isinstance(self.tensors, CodedTensors):
             return None
         parts = []
         for source in self.outer[name] if layer is None else self.layers[layer][name]:

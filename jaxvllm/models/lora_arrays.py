@@ -364,7 +364,7 @@ class LoraArrays:
         if layer is not None:
             room = self.spec.layers[layer].lora
         assert room is not None, "there is room where there are such arrays"
-        return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(is_stacked=False)
+        return room.slot_axis(name) if isinstance(room, OuterLora) else room.slot_axis(name, is_stacked=False)
 
     def _whole(self, decl: ParamDecl, layers: StackLayers | None) -> ParamDecl:
         return decl.stacked(len(layers) * most(layers)) if layers and self.layout == "stacked" else decl

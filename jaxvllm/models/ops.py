@@ -60,7 +60,7 @@ class Adapted:
     """A matrix to whose products the adapters of tokens add theirs: (x A^T) B, see `models.lora`.
 
     One by one, `a` has a matrix [W, in] for each slot, and `b` one [R + 1, ..], whose last row says which part of R of
-    the W ranks a row of the matrix has. Otherwise they are matrices of all slots, [N W, in] and [N W, ..].
+    the W ranks a row of the matrix has. Otherwise they are matrices of all slots, [N W, in] and [.., N W].
     By one and `ratios` f32[N, ..] the products of the matrix itself are multiplied before.
     """
 
@@ -83,7 +83,7 @@ class Adapted:
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
         of_own = jnp.where(is_own[:, :, None], of_slots, jnp.zeros((), h.dtype))
-        return y + _project_turned(of_own.reshape(h.shape), self.b).astype(y.dtype)
+        return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
 
     def product(self, x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
         """Returns the product of the matrix with x [T, in], as it is before adapters add to it."""
@@ -201,21 +201,6 @@ def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: 
     is_slice = isinstance(weight, Slice)
     form, [arrays] = _opened([weight.matrix if isinstance(weight, Slice) else weight])
     return biased(form.product(x, arrays, dtype, is_slice), bias)
-
-
-def _project_turned(x: jax.Array, weight: Weight) -> jax.Array:
-    """Multiplies x [T, in] by a plain weight [in, ..], which may be a slice of a stack: [T, ..]."""
-
-    def product(matrix: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, matrix, (((1,), (0,)), ((), ())))
-
-    if isinstance(weight, OneOf):
-        branches = [partial(product, arrays[MATRIX]) for arrays in _opened(weight.matrices)[1]]
-        result: jax.Array = jax.lax.switch(weight.index, branches) if len(branches) > 1 else branches[0]()
-        return result
-    assert not isinstance(weight, InStack | Adapted), "it is read in no stack, and nothing adapts it"
-    _, [arrays] = _opened([weight.matrix if isinstance(weight, Slice) else weight])
-    return product(arrays[MATRIX])
 
 
 def project_gated(x: jax.Array, weight: Weight, gating: Gating, bias: jax.Array | None = None) -> jax.Array:

@@ -57,7 +57,7 @@ class OuterLora:
 
     def slot_axis(self, name: str) -> int:
         """Returns the axis of slots in the arrays of that name."""
-        return 0 if self.room.one_by_one or name.startswith(DOWN) else -1
+        return self.room.slot_axis(name, is_stacked=False)
 
     @property
     def num_columns(self) -> int:

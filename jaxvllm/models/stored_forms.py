@@ -60,20 +60,24 @@ def stored_forms(
             return None
         return replace(found, rounds_tokens=weights.rounds_tokens) if isinstance(found, StoredAs) else found
 
-    outside: list[_Kind] = [(name, decl, [None]) for name, decl in declare(spread.whole).items()]
     of_layers = _of_layers(spread)
     if layout == "separate":
         of_layers = [(name, decl, [layer]) for name, decl, layers in of_layers for layer in layers]
-    return _forms([*outside, *of_layers], way, spread, dtype, forms)
+    return _forms([*_outside(spread), *of_layers], way, spread, dtype, forms)
 
 
 def expected_forms(encoding: Encoding, spread: Spread, dtype: DTypeLike, forms: Forms) -> dict[MatrixKey, FewBits]:
-    """Returns what `stored_forms` would, if the files store all matrices of the layers as the config tells."""
-    return _forms(_of_layers(spread), lambda _, decl, __: encoding.usual(decl.storage), spread, dtype, forms)
+    """Returns what `stored_forms` would, if the files store all matrices as the config tells."""
+    kinds = [*(_outside(spread) if encoding.has_tables else []), *_of_layers(spread)]
+    return _forms(kinds, lambda _, decl, __: encoding.usual(decl.storage), spread, dtype, forms)
 
 
 # An array of our model, with its name and the layers that have it. None stands for outside the layers.
 _Kind = tuple[str, ParamDecl, Sequence[int | None]]
+
+
+def _outside(spread: Spread) -> list[_Kind]:
+    return [(name, decl, [None]) for name, decl in declare(spread.whole).items()]
 
 
 def _of_layers(spread: Spread) -> list[_Kind]:
@@ -139,6 +143,12 @@ def _form(stored: StoredAs, decl: ParamDecl, whole: ParamDecl, spread: Spread, f
         stored = replace(stored, span=math.gcd(inputs, *moves, stored.span))
     if (inputs if group is None else group) % stored.code.per_byte:
         return None
-    form = forms.of(stored, group, of_experts=whole.storage == "experts")
+    of_experts = whole.storage == "experts"
+    form: FewBits | None = None
+    if not stored.is_sorted:
+        form = forms.of(stored, group, of_experts)
+    elif shards == 1 and not moves and not of_experts:
+        # Each device needs all inputs of a token. Each expert would have an order of its own.
+        form = forms.in_order(replace(stored, is_sorted=False), group)
     form = None if form is None else form.of_matrix(whole)
     return form if form is not None and form.takes(whole) else None

@@ -47,7 +47,7 @@ class SlotAxes:
             assert self.experts is not None, "there are such arrays where experts have room"
             return self.experts.slot_axis(name, is_stacked)
         assert self.layers is not None, "there are such arrays where matrices have room"
-        return self.layers.slot_axis(is_stacked)
+        return self.layers.slot_axis(name, is_stacked)
 
     def changed(self, change: Callable[..., Any], *trees: Params) -> Params:
         """Returns a tree like `trees` of `change(name, axis, *nodes)`, for the nodes of each name in these trees."""

@@ -18,7 +18,6 @@ from jaxvllm.text.detokenizer import (
     WindowDetokenizer,
 )
 from jaxvllm.text.generation_config import eos_token_ids, read_json_object
-from jaxvllm.text.gguf_vocabulary import GgufVocabulary
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Settings in tokenizer_config.json that are paths on the computer that wrote it.
@@ -60,6 +59,8 @@ class Tokenizer:
 
     @classmethod
     def _from_gguf(cls, path: Path) -> "Tokenizer":
+        from jaxvllm.text.gguf_vocabulary import GgufVocabulary  # 6 ms: it compiles regular expressions
+
         found = GgufVocabulary.read(path)
         special, sources = dict(found.special), found.templates
         return cls(

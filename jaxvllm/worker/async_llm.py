@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
 from contextlib import suppress
-from enum import Enum, auto
 from typing import Any, Self, cast
 
 from jaxvllm.config import EngineConfig
@@ -26,11 +24,12 @@ from jaxvllm.worker.engine_client import (
 )
 from jaxvllm.worker.engine_process import EngineProcess, LocalPlace, Place
 from jaxvllm.worker.engine_questions import EngineQuestions
-from jaxvllm.worker.observer import LossReason, Observer
-from jaxvllm.worker.open_requests import DivergedError, OpenRequest, OpenRequests
+from jaxvllm.worker.observer import Observer, Observers
+from jaxvllm.worker.open_requests import OpenRequest
 from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.readers import Readers
 from jaxvllm.worker.request_stream import RequestStream
+from jaxvllm.worker.sent_requests import Rescuer, SentRequests
 
 logger = logging.getLogger(__name__)
 
@@ -45,21 +44,6 @@ STUCK_SECONDS = 120.0
 BUILD_FACTOR = 10
 # The pause before a new start. It doubles after each start that did not make the engine ready.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
-
-# A request that waits for its engine to be started again fails after this time.
-KEPT_SECONDS = 120.0
-
-
-class Rescue(Enum):
-    """The fate of a request whose engine has ended."""
-
-    MOVED = auto()  # another engine works on it
-    KEPT = auto()  # its own engine computes it from the beginning, when it is there again
-    NONE = auto()  # it fails
-
-
-# Gets a request, and whether the request may be what has ended the engine.
-type Rescuer = Callable[[OpenRequest, bool], Rescue]
 
 
 class AsyncLLM(EngineClient):
@@ -108,7 +92,6 @@ class AsyncLLM(EngineClient):
         self.limits = limits
         self._place = place or LocalPlace()
         self._readers = readers or Readers()
-        self._rescuer = rescuer
         self._state = EngineState.STARTING
         self._reason = "the engine is starting"  # describes the state for messages
         self.num_starts = 0
@@ -117,9 +100,8 @@ class AsyncLLM(EngineClient):
         self._reader: PromptReader | None = None
         self._rules: RequestRules | None = None
         self._process: EngineProcess | None = None
-        self._requests = OpenRequests()
-        self._kept: dict[int, asyncio.TimerHandle] = {}  # serials of requests that wait for the engine to start again
-        self._observers: list[Observer] = []
+        self._observers = Observers()
+        self._requests = SentRequests(self._send, self._observers, rescuer)
         self.questions = EngineQuestions()
         self._num_unanswered = 0  # pings since the engine's last message
         self._was_ready = False  # whether the present process has been ready
@@ -161,11 +143,9 @@ class AsyncLLM(EngineClient):
             with suppress(asyncio.CancelledError, Exception):  # `ready` and `ended` raise the error
                 await self._task
         self._enter(EngineState.CLOSED, "the engine is closed")
-        self._tell(lambda observer: observer.on_end())
-        for timer in self._kept.values():
-            timer.cancel()
+        self._observers.tell(lambda observer: observer.on_end())
         error = EngineUnavailableError(self._reason)
-        self._fail(self._requests.serials(), error)
+        self._requests.fail(error)
         self.questions.fail(error)
 
     def kill(self) -> None:
@@ -217,19 +197,19 @@ class AsyncLLM(EngineClient):
 
     @property
     def num_requests(self) -> int:
-        return len(self._requests)
+        return len(self._requests.open)
 
     @property
     def num_queued_tokens(self) -> int:
         """Tokens of the prompts of requests without an output. Takes O(requests)."""
-        return self._requests.num_queued_tokens
+        return self._requests.open.num_queued_tokens
 
     def observe(self, observer: Observer) -> None:
-        self._observers.append(observer.of_engine(0))
+        self._observers.listed.append(observer.of_engine(0))
 
     def observe_as(self, index: int, observer: Observer) -> None:
         """Does the same as `observe` where this is engine number `index` of several."""
-        self._observers.append(observer.of_engine(index))
+        self._observers.listed.append(observer.of_engine(index))
 
     # ---- requests ----
 
@@ -246,25 +226,25 @@ class AsyncLLM(EngineClient):
         return self._rules
 
     def new_request_id(self) -> str:
-        return f"request-{self._requests.new_serial()}"
+        return f"request-{self._requests.open.new_serial()}"
 
     def has(self, request_id: str) -> bool:
         """Returns whether a request with this id is open."""
-        return request_id in self._requests
+        return request_id in self._requests.open
 
     def enqueue(self, request: GenerationRequest) -> RequestStream:
-        process = self._ready_process()
+        self._ready_process()
         self.rules.check(request)
         read_bad_words(request.params.bad_words, self.tokenizer, self.facts.vocab_size)
         request_id = request.request_id
-        if request_id in self._requests:
+        if request_id in self._requests.open:
             raise ParameterError(f"request id {request_id!r} is in use: choose another", "request_id")
         # The engine checks its limits itself, but only if it answers, and this one may be stuck.
-        unanswered = self._requests.num_unanswered
+        unanswered = self._requests.open.num_unanswered
         if self.max_requests is not None and unanswered >= self.max_requests:
             raise OverloadedError(f"{unanswered} requests wait for the engine's answer: try again later")
         open_request = OpenRequest(request)
-        self._take(open_request, process)
+        self._requests.send(open_request)
         return open_request.stream
 
     def adopt(self, open_request: OpenRequest) -> None:
@@ -272,43 +252,30 @@ class AsyncLLM(EngineClient):
 
         Its caller gets what is new to him. Raises EngineUnavailableError when there is no engine to take it.
         """
-        process = self._ready_process()
+        self._ready_process()
         open_request.rewind()
-        self._take(open_request, process)
+        self._requests.send(open_request)
 
     def hand_over(self) -> list[OpenRequest]:
         """Ends all open requests here, without telling their callers, and returns them, for another engine."""
-        given = [open_request for serial in self._requests.serials() if (open_request := self._give(serial))]
-        if self._process is not None:
-            self._process.send(wire.Abort([one.request.request_id for one in given]))
-        return given
+        return self._requests.hand_over()
 
     async def idle(self) -> None:
         """Waits until no request is open."""
-        await self._requests.idle()
-
-    def _take(self, open_request: OpenRequest, process: EngineProcess) -> None:
-        serial = self._requests.new_serial()
-        process.send(wire.Add(serial, open_request.request))  # comes first: it raises for a text that is no Unicode
-        open_request.stream.aborted_by(lambda error: self._abort(serial, error))
-        self._requests.add(serial, open_request)
-
-    def _give(self, serial: int) -> OpenRequest | None:
-        """Forgets a request that another engine takes."""
-        given = self._requests.forget(serial)
-        if given is not None:
-            self._tell(lambda observer: observer.on_loss(given.request.request_id, given.request.params, "moved"))
-        return given
+        await self._requests.open.idle()
 
     async def abort(self, request_id: str) -> None:
-        serial = self._requests.serial_of(request_id)
-        if serial is not None:
-            self._abort(serial, EngineDiedError(f"request {request_id!r} was aborted"))
+        self._requests.abort(request_id)
 
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
         return cast(Reply, await self.questions.ask(self._ready_process(), cast(AnyCommand, command)))
 
     # ---- the process ----
+
+    def _send(self, command: wire.Command) -> None:
+        """Sends a command to the process, if there is one."""
+        if self._process is not None:
+            self._process.send(command)
 
     def _ready_process(self) -> EngineProcess:
         if self._state is not EngineState.READY or self._process is None:
@@ -323,8 +290,8 @@ class AsyncLLM(EngineClient):
             except Exception as error:
                 self._enter(EngineState.FAILED, str(error))
                 failed = EngineDiedError("the engine has failed: see the server's log")
-                self._rescue(self._requests.serials(), failed, none_is_guilty=True)
-                self._fail(self._requests.serials(), failed)
+                self._requests.rescue(self._requests.open.serials(), failed, none_is_guilty=True)
+                self._requests.fail(failed)
                 self.questions.fail(failed)
                 raise
             # A process that was ready is started again after the shortest pause: the start itself takes time.
@@ -348,16 +315,16 @@ class AsyncLLM(EngineClient):
             reason = f"the engine's process {process.end_text()}"
             if self._facts is None:
                 raise RuntimeError(f"{reason} before it was ready: see its log above")
-            logger.error("%s: it had %d requests, and is started again", reason, len(self._requests))
+            logger.error("%s: it had %d requests, and is started again", reason, self.num_requests)
             self._stats = None
             self._enter(EngineState.RESTARTING, f"{reason}, and is started again")
             died = EngineDiedError(f"{reason} while it worked on this request: send it again")
-            self._rescue(self._requests.serials(), died, process.is_out_of_reach)
+            self._requests.rescue(self._requests.open.serials(), died, process.is_out_of_reach)
             self.questions.fail(died)
         finally:
             pinging.cancel()
             self._process = None
-            self._requests.clear_unanswered()
+            self._requests.open.clear_unanswered()
             await process.end()
 
     async def _ping(self, process: EngineProcess) -> None:
@@ -385,30 +352,25 @@ class AsyncLLM(EngineClient):
         match report:
             case wire.Outputs(outputs):
                 for output in outputs:
-                    self._deliver(output)
+                    self._requests.deliver(output)
             case wire.Accepted(serial, warnings):
-                self._requests.answered(serial)
-                if request := self._requests.get(serial):
-                    request.stream.accept(warnings)
+                self._requests.accepted(serial, warnings)
             case wire.Rejected(serial, reason, overloaded, param):
-                self._requests.answered(serial)
-                self._lose(serial, OverloadedError(reason) if overloaded else ParameterError(reason, param))
+                error = OverloadedError(reason) if overloaded else ParameterError(reason, param)
+                self._requests.rejected(serial, error)
             case wire.Pulse(stats, _, started):
                 self._stats = stats
-                for serial in started:
-                    if request := self._requests.get(serial):
-                        request.started()
-                self._tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
+                self._requests.started(started)
+                self._observers.tell(lambda observer, pulse=report: observer.on_pulse(pulse))  # type: ignore[misc]
             case wire.CommandAnswer():
                 self.questions.answer(report)
             case wire.Broken(reason):
                 # The engine has not seen the requests that it has not accepted yet. It will take them afterwards.
-                error = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
-                self._rescue(self._requests.serials(accepted=True), error)
-                self._send_kept()
+                failed = EngineDiedError(f"a step of the engine failed ({reason}): send the request again")
+                self._requests.rescue(self._requests.open.serials(accepted=True), failed)
+                self._requests.send_kept()
             case wire.Lost(serial, reason, unavailable):
-                self._requests.answered(serial)
-                self._lose(serial, (EngineUnavailableError if unavailable else EngineDiedError)(reason), "error")
+                self._requests.lost(serial, (EngineUnavailableError if unavailable else EngineDiedError)(reason))
             case wire.Away(reason):
                 self._enter(EngineState.RESTARTING, reason)
             case wire.Ready(facts):
@@ -433,8 +395,8 @@ class AsyncLLM(EngineClient):
         self._enter(EngineState.READY, "ready")
         if self._process is not None:
             self._repeat(self._process)
-        self._send_kept()
-        self._tell(lambda observer: observer.on_start(self.num_starts, facts))
+        self._requests.send_kept()
+        self._observers.tell(lambda observer: observer.on_start(self.num_starts, facts))
 
     def _repeat(self, process: EngineProcess) -> None:
         """Tells a process that was started again what lasts."""
@@ -447,86 +409,3 @@ class AsyncLLM(EngineClient):
             self._settled.set()
         else:
             self._settled.clear()
-
-    def _deliver(self, output: wire.Output) -> None:
-        failed = [completion for completion in output.completions if completion.finish_reason == "error"]
-        if failed:
-            reason, param = str(failed[0].stop_reason), failed[0].wrong_param
-            error = EngineDiedError(reason) if param is None else ParameterError(reason, param)
-            lost = self._lose(output.serial, error, "error")
-            if lost is not None and not output.finished and self._process is not None:
-                self._process.send(wire.Abort([lost.request_id]))
-            return
-        find = self._requests.forget if output.finished else self._requests.get
-        request = find(output.serial)
-        if request is None:  # it was aborted while this output was in transit
-            return
-        try:
-            delivered = request.deliver(output)
-        except DivergedError as error:
-            request.stream.fail(EngineDiedError(str(error)))
-            self._abort(output.serial, None)
-            return
-        if delivered is not None:
-            self._tell(lambda observer: observer.on_output(delivered, request.request.params))
-
-    def _lose(self, serial: int, error: Exception | None, reason: LossReason | None = None) -> GenerationRequest | None:
-        """Ends a request without a last output and returns it, or returns None if it has ended already.
-
-        Its caller gets the `error` (None: the caller has left), and the observers get the `reason` (None: the engine
-        never took the request).
-        """
-        # The request is found by its serial: a late caller must not end another request that has its id by then.
-        lost = self._requests.forget(serial)
-        if lost is None:
-            return None
-        if error is not None:
-            lost.stream.fail(error)
-        if reason is not None:
-            self._tell(lambda observer: observer.on_loss(lost.request.request_id, lost.request.params, reason))
-        return lost.request
-
-    def _abort(self, serial: int, error: Exception | None) -> None:
-        """Ends a request, both for its caller and in the engine."""
-        lost = self._lose(serial, error, "abort")
-        if lost is not None and self._process is not None:
-            self._process.send(wire.Abort([lost.request_id]))
-
-    def _rescue(self, serials: Iterable[int], error: EngineDiedError, none_is_guilty: bool = False) -> None:
-        """Has these requests computed elsewhere or later, as the rescuer says. The others fail with `error`."""
-        for serial in serials:
-            open_request = self._requests.get(serial)
-            if open_request is None or serial in self._kept:  # the engine that has ended never had the latter
-                continue
-            match self._rescuer and self._rescuer(open_request, open_request.may_kill and not none_is_guilty):
-                case Rescue.MOVED:
-                    self._give(serial)
-                case Rescue.KEPT:
-                    loop = asyncio.get_running_loop()
-                    self._kept[serial] = loop.call_later(KEPT_SECONDS, self._give_up, serial, error)
-                case _:
-                    self._lose(serial, error, "error")
-
-    def _send_kept(self) -> None:
-        """Gives the engine, which is there again, the requests that waited for it."""
-        kept, self._kept = self._kept, {}
-        for serial, timer in kept.items():
-            timer.cancel()
-            # Under a new serial, because outputs of the old one may still be in transit.
-            if (open_request := self._requests.forget(serial)) is not None:
-                self.adopt(open_request)
-
-    def _give_up(self, serial: int, error: EngineDiedError) -> None:
-        self._kept.pop(serial, None)
-        self._lose(serial, error, "error")
-
-    def _fail(self, serials: Iterable[int], error: RuntimeError) -> None:
-        for serial in serials:
-            self._lose(serial, error, "error")
-
-    def _tell(self, what: Callable[[Observer], None]) -> None:
-        for observer in self._observers:
-            try:
-                what(observer)
-            except Exception:  # an observer's error must not end the engine that it watches
-                logger.exception("an observer of the engine failed")

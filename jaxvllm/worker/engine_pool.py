@@ -23,7 +23,7 @@ from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.text.prompts import PromptReader
 from jaxvllm.worker import wire
-from jaxvllm.worker.async_llm import LONGEST_PAUSE, AsyncLLM, Rescue
+from jaxvllm.worker.async_llm import LONGEST_PAUSE, AsyncLLM
 from jaxvllm.worker.engine_client import EngineClient, EngineState, EngineUnavailableError
 from jaxvllm.worker.engine_process import Place
 from jaxvllm.worker.observer import Observer
@@ -31,6 +31,7 @@ from jaxvllm.worker.open_requests import OpenRequest
 from jaxvllm.worker.queue_limits import QueueLimits
 from jaxvllm.worker.readers import Readers
 from jaxvllm.worker.request_stream import RequestStream
+from jaxvllm.worker.sent_requests import Rescue
 
 logger = logging.getLogger(__name__)
 

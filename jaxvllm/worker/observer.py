@@ -1,10 +1,15 @@
 """`Observer`: the interface of objects, such as metrics, that watch requests and the engine."""
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.engine.outputs import RequestOutput
 from jaxvllm.worker import wire
+
+logger = logging.getLogger(__name__)
 
 # moved: another engine computes it, and tells its outputs
 type LossReason = Literal["abort", "error", "moved"]
@@ -36,3 +41,17 @@ class Observer(Protocol):
     def on_end(self) -> None:
         """Takes note that the engine is closed: nothing runs or waits in it. An engine of its number may follow."""
         return
+
+
+@dataclass
+class Observers:
+    """The observers of one engine. What one of them raises is logged, and ends neither the engine nor the others."""
+
+    listed: list[Observer] = field(default_factory=list)
+
+    def tell(self, what: Callable[[Observer], None]) -> None:
+        for observer in self.listed:
+            try:
+                what(observer)
+            except Exception:
+                logger.exception("an observer of the engine failed")

@@ -20,7 +20,7 @@ import jax
 from pallas_kernels.chips import CpuChip
 
 if TYPE_CHECKING:
-    from pallas_kernels.cpu.machine_code import LoadedHandler
+    from pallas_kernels.cpu.loaded_handler import LoadedHandler
 
 
 class CodeStore(Protocol):
@@ -129,7 +129,7 @@ class _Registered:
         self._loaded: dict[str, LoadedHandler] = {}
 
     def add(self, target: str, code: Callable[[], bytes]) -> None:
-        from pallas_kernels.cpu.machine_code import LoadedHandler
+        from pallas_kernels.cpu.loaded_handler import LoadedHandler
 
         with self._lock:
             if target in self._loaded:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from pallas_kernels.packed_matmul.panels import Panels
+from pallas_kernels.quantized_matmul.code import Code, NumberTable
 
 CODES, HIGH, SCALES, FACTORS, ZEROS, MINS, MIN_FACTORS = (
     "codes", "high", "scales", "factors", "zeros", "mins", "min_factors",
@@ -48,7 +49,7 @@ class CodePanels:
     group: the inputs that share a scale, or None: all of a row
     zero: the code that stands for 0 everywhere
     span: the inputs that share a factor, or None: there are no factors
-    is_float4: codes of four bits are numbers of E2M1 (`quantized_matmul.code.FLOAT4`), and stand for these
+    looked_up: codes of four bits stand for the numbers of this table (`quantized_matmul.code.Code`), or None
     is_float8: codes of eight bits are numbers of E4M3 (`quantized_matmul.code.E4M3`), by which tokens are multiplied as
         they are
     by_row: whether tokens are rounded with one size for all of their inputs, which share a scale then
@@ -61,20 +62,27 @@ class CodePanels:
     zero: int = 0
     offsets: Offsets = "none"
     span: int | None = None
-    is_float4: bool = False
+    looked_up: Code | None = None
     is_float8: bool = False
     by_row: bool = False
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 5, 6, 8), self.bits
         assert self.bits == 8 or not self.is_float8, self.bits
+        assert self.looked_up is None or self.number_table is not None, self.looked_up
         assert self.group is None or self.group % self.unit == 0, (self.bits, self.group)
         assert self.group is None or not self.by_row, "groups of tokens are groups of the matrix"
         assert self.span is None or self.group is None or self.span % self.group == 0, (self.group, self.span)
 
     def __str__(self) -> str:
         """Returns a text that tells it apart from others, of letters and digits."""
-        return "_".join(f"{field.name}_{getattr(self, field.name)}" for field in fields(self))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return "_".join(f"{name}_{value.name if isinstance(value, Code) else value}" for name, value in values.items())
+
+    @property
+    def number_table(self) -> NumberTable | None:
+        """The numbers that codes of four bits stand for, if they are looked up."""
+        return None if self.looked_up is None else self.looked_up.number_table
 
     @property
     def unit(self) -> int:

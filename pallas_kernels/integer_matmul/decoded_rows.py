@@ -17,7 +17,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
     CodePanels,
 )
-from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
+from pallas_kernels.quantized_matmul.code import E4M3
 
 
 def decoded_rows(panels: CodePanels, arrays: Mapping[str, jax.Array], numbers: jax.Array, ins: int) -> jax.Array:
@@ -46,8 +46,8 @@ def decoded_rows(panels: CodePanels, arrays: Mapping[str, jax.Array], numbers: j
         bits, words = panels.bits - 4, of_rows(HIGH)
         high = [words >> np.uint8(first) & np.uint8(2**bits - 1) for first in range(0, 8, bits)]
         codes |= jnp.stack(high, axis=2).reshape(len(numbers), -1)[:, :ins] << np.uint8(4)
-    if panels.is_float4:
-        exact = jnp.asarray(FLOAT4.table)[codes]
+    if panels.looked_up is not None:
+        exact = jnp.asarray(panels.looked_up.table)[codes]
     elif panels.is_float8:
         exact = jax.lax.bitcast_convert_type(codes, E4M3.dtype).astype(jnp.float32)
     elif panels.offsets == "zeros":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.bytes import dot_bytes, looked_up
+from pallas_kernels.cpu.bytes import dot_bytes, looked_up, signed_bytes
 from pallas_kernels.cpu.emit import SIZE_OF, Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_runs
@@ -32,9 +32,6 @@ from pallas_kernels.integer_matmul.code_panels import (
 
 ROWS = 96  # of an item of work
 FEW = 2  # rows of a tile whose sums over groups stay in registers
-# Twice the numbers of E2M1, and 12, so that none is negative.
-_FLOAT4 = tuple(12 + sign * number for sign in (1, -1) for number in (0, 1, 2, 3, 4, 6, 8, 12))
-_FLOAT4_ZERO = 12
 
 
 def matmul(e: Emitter, frame: Frame, out_dtype: str, panels: CodePanels) -> None:
@@ -255,7 +252,7 @@ def _initial(
     t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value, sums: Sequence[Value]
 ) -> Callable[[int, int], Value]:
     """Returns what sums of products begin with: the products of tokens and the code that stands for 0, taken away."""
-    zero = _FLOAT4_ZERO if panels.is_float4 else panels.zero
+    zero = panels.zero if panels.number_table is None else panels.number_table.zero
     nothing = Value(t, ir.Constant(ir.VectorType(I32, t.lanes), [0] * t.lanes))
     if panels.offsets == "zeros":
         row = _group_row(t, panels, group)
@@ -279,6 +276,8 @@ def _vector_sums(t: Emitter, panels: CodePanels, decode: Decode, x: Value, strid
     """Returns what emits the sums of a few rows in vector registers."""
     halves, vectors = 1 if panels.bits == 8 else 2, range(panels.columns // t.lanes)
     step, most = panels.unit // (4 * halves), 255 if panels.bits == 8 else 63
+    if panels.number_table is not None:
+        most = max(panels.number_table.unsigned)
 
     def of_group(begin: Value, end: Value, initial: Callable[[int, int], Value]) -> Callable[[int, int], Value]:
         found = {(m, v): t.variable(initial(m, v)) for m in range(rows) for v in vectors}
@@ -305,8 +304,8 @@ def _codes(t: Emitter, panels: CodePanels, at: Mapping[str, Value], first: Value
             codes[half, v] = words
             if halves == 2:
                 codes[half, v] = (words >> 4 if half else words) & 0x0F0F0F0F
-            if panels.is_float4:
-                codes[half, v] = looked_up(_FLOAT4, codes[half, v])
+            if panels.number_table is not None:
+                codes[half, v] = looked_up(signed_bytes(panels.number_table.unsigned), codes[half, v])
             if panels.bits in (5, 6):
                 high = t.load_words(at[HIGH] + first // step * row_bytes + v * t.lanes * 4)
                 codes[half, v] = codes[half, v] | _high(high, panels.bits - 4, number * 2 + half)
@@ -331,7 +330,8 @@ def _scale(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value
     dtype = panels.scale_dtype
     place = _group_row(t, panels, group) * panels.columns + v * t.lanes
     scale = load_scales(t, at[SCALES] + place * SCALE_BYTES[dtype], dtype)
-    return scale * 0.5 if panels.is_float4 else scale
+    table = panels.number_table
+    return scale if table is None or table.unit == 1 else scale * table.unit
 
 
 def _min(t: Emitter, panels: CodePanels, at: Mapping[str, Value], group: Value, v: int) -> Value:

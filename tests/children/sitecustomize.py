@@ -1,7 +1,7 @@
 """Python imports this first in each process that a test starts: engines in processes of their own compile quickly.
 
 `tests/conftest.py` names this directory in PYTHONPATH. The programs of the demo model then take 4.3 seconds of the CPU
-and not 9.5, and its steps hardly longer. What few requests need is compiled, or loaded, when the first of these comes.
+and not 9.5, and its steps hardly longer. Each program is compiled, or loaded, in the first step that runs in it.
 Tests that name another PYTHONPATH, such as those of notebooks and of the README, have engines that are compiled as
 users have them.
 """
@@ -30,10 +30,10 @@ class QuickEngineProcess:
         load = spec.loader.exec_module
 
         def load_and_quicken(module: ModuleType) -> None:
-            from tests.quick import earlier_emitters, quick_compilation, rare_programs
+            from tests.quick import earlier_emitters, programs_on_demand, quick_compilation
 
             load(module)
-            cls.for_ever = [quick_compilation(), earlier_emitters(), rare_programs(on_demand=True)]
+            cls.for_ever = [quick_compilation(), earlier_emitters(), programs_on_demand()]
             for context in cls.for_ever:
                 context.__enter__()
 

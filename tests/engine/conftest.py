@@ -8,7 +8,7 @@ import pytest
 from jaxvllm import LLM
 from jaxvllm.engine.burst_pace import BurstPace
 from tests.engine.tiny import Recomputation, assert_idle, tiny_llm, write_tiny_checkpoint
-from tests.quick import earlier_emitters, quick_compilation, quick_engines, rare_programs
+from tests.quick import earlier_emitters, programs_in_advance, quick_compilation, quick_engines
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +41,7 @@ def shared_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
 def shared_wide_llm(tiny_checkpoint: Path) -> Iterator[LLM]:
     wide = dict(max_num_seqs=32, max_num_batched_tokens=64, token_buckets=(64,), num_pages=257)
     # `test_no_compile.py` finds everything compiled there.
-    with quick_compilation(), earlier_emitters(), rare_programs(on_demand=False):
+    with quick_compilation(), earlier_emitters(), programs_in_advance():
         llm = tiny_llm(tiny_checkpoint, **wide, warm_up="background")
     with llm:
         yield llm

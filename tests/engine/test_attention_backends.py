@@ -20,6 +20,8 @@ from tests.jax_cache import same_programs_once
 from tests.models.fixture import Fixture
 from tests.quick import quick_compilation
 
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
+
 # The GPU's matrix units take 16 bits. What either kernel writes is compared with the reference in float32.
 DTYPES: dict[BackendName, str] = {"reference": "float32", "interpret": "float32", "interpret-gpu": "float16"}
 PREFIX = "Once upon a time there was a little girl who lived in a small house near the forest. "

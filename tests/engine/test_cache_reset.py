@@ -11,7 +11,7 @@ import pytest
 from jaxvllm import LLM
 from jaxvllm.kv_transfer.page_format import Page
 from tests.engine.test_exported_requests import BEAMS, REQUESTS, Reader, step, submit, submit_all
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, random_prompts, tiny_llm
 
 PROMPTS = random_prompts(6, longest=90, seed=4)
 
@@ -21,7 +21,7 @@ def keeping(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_fact
     """Two replicas, whose pages one connector keeps."""
     extra = {"shared_storage_path": str(tmp_path_factory.mktemp("pages"))} if request.param == "files" else {}
     config = json.dumps({"kv_connector": request.param, "kv_connector_extra_config": extra})
-    with tiny_llm(tiny_checkpoint, mesh="2x1", kv_transfer_config=config) as llm:
+    with one_program(), tiny_llm(tiny_checkpoint, mesh="2x1", kv_transfer_config=config) as llm:
         yield llm
         assert_idle(llm)
 

@@ -79,7 +79,7 @@ def consumer(producer: LLM, tiny_checkpoint: Path) -> Iterator[LLM]:
     # Pages travel whole, so that it matters to none of the two how many devices the other has: each mesh is here once.
     mesh = {"1x1": "2x1", "1x2": "1x1"}[producer.config.mesh]
     # Other chunks than the producer's.
-    with peer(tiny_checkpoint, mesh=mesh, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
+    with one_program(24), peer(tiny_checkpoint, mesh=mesh, max_num_batched_tokens=24, token_buckets=(24,)) as llm:
         yield llm
         assert_idle(llm)
 
@@ -172,7 +172,7 @@ def test_pages_may_cross_from_device_to_device(llm: LLM, tiny_checkpoint: Path, 
 def test_drafts_go_on_from_pages_of_the_draft_model(tiny_checkpoint: Path) -> None:
     prompts = PROMPTS[:6]
     drafting = json.dumps({"method": "draft_model", "model": str(tiny_checkpoint), "num_speculative_tokens": 3})
-    with ExitStack() as stack, all_drafts_or_none():
+    with ExitStack() as stack, all_drafts_or_none(bursts=False):
         first, second = (stack.enter_context(peer(tiny_checkpoint, speculative_config=drafting)) for _ in range(2))
         expected = tokens(first.generate([list(prompt) for prompt in prompts], GREEDY, use_tqdm=False))
         assert tokens(run(second, prompts, GREEDY, computed(first, prompts))) == expected

@@ -74,7 +74,7 @@ def test_the_last_hidden_state_is_that_of_transformers(tmp_path: Path) -> None:
     expected = unprojected(fixture.logits, head)
     directory = replace(fixture, config=fixture.config | {"architectures": ["Qwen3Model"]}).write_checkpoint(tmp_path)
     save_file({name.removeprefix("model."): array for name, array in tensors.items()}, directory / "model.safetensors")
-    with tiny_llm(directory, max_model_len=None) as llm:
+    with one_program(), tiny_llm(directory, max_model_len=None) as llm:
         np.testing.assert_allclose(vectors(llm, fixture.prompts), expected, atol=1e-4)
         normalized = vectors(llm, fixture.prompts, PoolingParams())
         similar = (normalized * expected).sum(1) / np.linalg.norm(expected, axis=1)

@@ -20,6 +20,7 @@ from tests.conftest import Compilations
 from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, tiny_llm
 from tests.models.dense import dense_attend
 from tests.models.fixture import Fixture
+from tests.quick import programs_in_advance
 
 # An expert beside the others, and layers without experts between.
 FIXTURE = Fixture.load("qwen2_moe")
@@ -60,7 +61,9 @@ def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
             options |= {"max_num_batched_tokens": 64, "token_buckets": (64,)}
         else:  # replicas that share, and stages
             stack.enter_context(one_program())
-        yield stack.enter_context(tiny_llm(directory, eplb_config=EPLB, **options))
+        with programs_in_advance():
+            llm = tiny_llm(directory, eplb_config=EPLB, **options)
+        yield stack.enter_context(llm)
 
 
 def placed(llm: LLM) -> list[list[int]]:

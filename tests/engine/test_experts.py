@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxvllm import LLM
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, tiny_llm
 from tests.models.fixture import Fixture
 
 # A gated expert beside the others, and layers without experts between.
@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_experts_with_biases_on_devices(tmp_path: Path) -> None:
     options = {"max_model_len": WITH_BIASES.max_model_len, "mesh": "1x2", "enable_expert_parallel": True}
     options |= {"count_expert_loads": True, "enable_prefix_caching": False}
-    with tiny_llm(WITH_BIASES.write_checkpoint(tmp_path), **options) as llm:
+    with one_program(), tiny_llm(WITH_BIASES.write_checkpoint(tmp_path), **options) as llm:
         assert not any(loads.any() for loads in llm.expert_loads().values())
         assert greedy_tokens(llm, WITH_BIASES.prompts) == WITH_BIASES.greedy
         num_tokens = sum(map(len, [*WITH_BIASES.prompts, *WITH_BIASES.greedy])) - len(WITH_BIASES.prompts)
@@ -39,7 +39,7 @@ def test_experts_with_biases_on_devices(tmp_path: Path) -> None:
     ],
 )
 def test_experts_on_devices(mesh: str, options: dict[str, object], directory: Path) -> None:
-    with tiny_llm(directory, max_model_len=FIXTURE.max_model_len, mesh=mesh, **options) as llm:
+    with one_program(), tiny_llm(directory, max_model_len=FIXTURE.max_model_len, mesh=mesh, **options) as llm:
         tokens = greedy_tokens(llm, FIXTURE.prompts)
         if "quantization" not in options:
             assert tokens == FIXTURE.greedy

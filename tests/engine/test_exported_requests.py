@@ -14,7 +14,7 @@ from jaxvllm.core.sampling_params import RepetitionDetectionParams, RequestOutpu
 from jaxvllm.engine.exported_request import ExportedRequest
 from jaxvllm.engine.outputs import CompletionOutput, RequestOutput
 from tests.engine.test_speculation import OPTIONS, PROMPTS, SAMPLED
-from tests.engine.tiny import GREEDY, assert_idle, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, one_program, tiny_llm
 
 WAYS: list[dict[str, Any]] = [
     *OPTIONS,
@@ -35,8 +35,8 @@ BEAMS = BeamSearchParams(beam_width=3, max_tokens=9)
 @pytest.fixture(scope="module", params=["1x1", "1x2"])
 def second(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[LLM]:
     """An engine with another mesh, other chunks and another pool."""
-    other = dict(max_num_batched_tokens=24, token_buckets=(24,), num_pages=97, max_decode_burst=1)
-    with tiny_llm(tiny_checkpoint, mesh=request.param, warm_up="background", **other) as llm:
+    other = dict(max_num_batched_tokens=24, token_buckets=(24,), num_pages=97)
+    with one_program(24), tiny_llm(tiny_checkpoint, mesh=request.param, warm_up="background", **other) as llm:
         yield llm
         assert_idle(llm)
 

@@ -23,7 +23,7 @@ from jaxvllm.core.kv_events import (
 from jaxvllm.core.kv_events_config import KVEventsConfig
 from jaxvllm.engine import kv_event_replayer
 from jaxvllm.engine.kv_event_publisher import KVEventPublisher, open_publishers
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, tiny_llm
 from tests.waiting import PATIENCE, wait_until
 
 TIMEOUT = int(PATIENCE * 1000)
@@ -232,6 +232,7 @@ def telling(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config = config_in(tmp_path_factory.mktemp("kv"))
     with (
         joining() as join,
+        one_program(),
         tiny_llm(tiny_checkpoint, mesh="2x1", kv_events_config=str(config), warm_up="background") as llm,
     ):
         yield llm, [join(config, rank) for rank in range(2)]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from jaxvllm.models.params import head_of
 from jaxvllm.runtime.readouts.readout import Forwarded
 from tests.conftest import Compilations
 from tests.engine.test_disaggregation import DECODE, PEER
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, merged_tokens, one_program, tiny_llm
+from tests.jax_cache import same_programs_once
 from tests.models.adapters import RandomAdapter
 from tests.models.fixture import Fixture
+from tests.quick import programs_in_advance
 
 FIXTURE = Fixture.load("llama")
 ADAPTERS = (
@@ -59,10 +61,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path) -> Iterator[LLM]:
-    with tiny_llm(checkpoint, **OPTIONS) as llm:
-        fills = llm.engine.holders[0]._adapter_fills
-        assert fills is not None
-        fills.compile_ratios()  # engines do it in the background, but not those of tests
+    with programs_in_advance():  # tests count what is compiled later
+        llm = tiny_llm(checkpoint, **OPTIONS)
+    with llm:
         yield llm
 
 
@@ -96,7 +97,7 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
 @pytest.mark.parametrize(
     "options",
     [
-        {"mesh": "2x2"},
+        {"mesh": "2x2", "compilation_cache": None},
         {"mesh": "2x1x1"},
         {"attention_backend": "reference"},
         {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
@@ -104,10 +105,12 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
     ids=["mesh", "stages", "masked", "drafts"],
 )
 def test_everywhere(
-    llm: LLM, checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, str]
+    llm: LLM, checkpoint: Path, paths: list[Path], expected: list[list[int]], options: dict[str, Any]
 ) -> None:
     """And with requests that move from one mesh to the other and back, some before their prompt is computed."""
-    with tiny_llm(checkpoint, **OPTIONS, **options) as other:
+    # The engine of this module decodes in bursts, and so does the one that drafts.
+    programs = nullcontext() if "speculative_config" in options else one_program()
+    with same_programs_once(), programs, tiny_llm(checkpoint, **OPTIONS, **options) as other:
         assert tokens_of(other, paths) == expected
         if "mesh" in options:
             assert moved(llm, other, requests_of(paths), steps=(3, 9)) == expected
@@ -128,7 +131,8 @@ def test_more_adapters_than_other_devices_multiply_at_once(
     adapters = [*requests_of(paths), *others]
     prompts = [*PROMPTS, *([PROMPTS[0]] * len(others))]
     options = OPTIONS | dict(max_loras=num_slots, max_cpu_loras=num_slots, max_num_seqs=32, row_buckets=(32,))
-    with tiny_llm(checkpoint, **options, token_buckets=(64,), max_num_batched_tokens=64, num_pages=256) as llm:
+    options |= dict(token_buckets=(64,), max_num_batched_tokens=64, num_pages=256)
+    with one_program(64, 32), tiny_llm(checkpoint, **options) as llm:
 
         def tokens(numbers: Iterable[int]) -> list[list[int]]:
             chosen = [*numbers]
@@ -168,7 +172,7 @@ def test_pages_travel_between_engines_for_one_adapter(
             found = [*found, *engine.step()]
         return found[-1]
 
-    with tiny_llm(checkpoint, **OPTIONS, kv_transfer_config=json.dumps(PEER)) as llm:
+    with one_program(), tiny_llm(checkpoint, **OPTIONS, kv_transfer_config=json.dumps(PEER)) as llm:
         whole = (len(PROMPTS[number]) - 1) // llm.config.page_size * llm.config.page_size
         for adapter, num_cached in ((other, 0), (None, 0), (own, whole)):
             ticket = run(replace(GREEDY, max_tokens=1), own, DECODE).kv_transfer_params
@@ -238,7 +242,7 @@ def step_to_the_end(llm: LLM) -> Iterator[RequestOutput]:
 
 def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]) -> None:
     adapter = LoRARequest("adapter 1", 1, str(paths[0]))
-    with tiny_llm(checkpoint, **OPTIONS, quantization="int8") as llm:
+    with one_program(), tiny_llm(checkpoint, **OPTIONS, quantization="int8") as llm:
         [base] = greedy_tokens(llm, PROMPTS[:1])
         [adapted] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
     assert len(adapted.outputs[0].token_ids) == len(base) and adapted.outputs[0].token_ids != base

@@ -1,5 +1,6 @@
 """On CPU a row has the same bits whoever else is in the step, and in whichever slot its adapter is."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,13 +10,16 @@ from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from tests.engine import test_lora as dense
 from tests.engine import test_lora_experts as experts
 from tests.engine.tiny import tiny_llm
+from tests.quick import programs_on_demand
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_programs() -> None:
+def quick_programs() -> Iterator[None]:
     """There are none here: what is served is compiled with more of LLVM, and it is the one with these bits."""
+    with programs_on_demand():
+        yield
 
 
 def bits(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None]) -> list[list[dict[int, float]]]:

@@ -54,7 +54,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[in
     found = {}
     for fixture in (FIXTURE, OTHER):
         directory = fixture.write_checkpoint(tmp_path_factory.mktemp("other"))
-        with tiny_llm(directory) as llm:
+        with one_program(), tiny_llm(directory) as llm:
             found[fixture.seed] = greedy_tokens(llm, PROMPTS)
     return found
 

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxvllm import LLM, RequestOutput
 from jaxvllm.engine.engine import Engine
 from tests.conftest import Compilations
-from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, random_prompts, tiny_llm
+from tests.engine.tiny import GREEDY, assert_idle, greedy_tokens, one_program, random_prompts, tiny_llm
 from tests.jax_cache import same_programs_once
 
 PROMPTS = random_prompts(10, longest=40, seed=7)  # eight run at once
@@ -216,7 +217,8 @@ def test_a_step_that_breaks_off_leaves_the_pause(awake: LLM, monkeypatch: pytest
 
 def test_meshes_and_replicas_sleep(llm: LLM, tiny_checkpoint: Path) -> None:
     expected = greedy_tokens(llm, PROMPTS)
-    with same_programs_once(), tiny_llm(tiny_checkpoint, mesh="2x2", compilation_cache=None) as other:
+    options: dict[str, Any] = {"mesh": "2x2", "compilation_cache": None}
+    with same_programs_once(), one_program(), tiny_llm(tiny_checkpoint, **options) as other:
         for holder in other.engine.holders:
             holder._is_on_host = False
         submit(other.engine)

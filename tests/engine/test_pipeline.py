@@ -118,8 +118,9 @@ def test_a_running_request_moves_between_engines_with_and_without_stages(tmp_pat
     fixture = Fixture.load(name)
     directory = fixture.write_checkpoint(tmp_path)
     options: dict[str, Any] = {"max_model_len": fixture.max_model_len, "warm_up": "background"}
-    options["max_decode_burst"] = 1  # or the request may have ended in six steps, where they take little time
-    with engine(directory, "1x1", **options) as alone, engine(directory, mesh, **options) as staged:
+    # Without bursts, or the request may have ended in six steps, where they take little time.
+    with one_program(64, 16), ExitStack() as stack:
+        alone, staged = (stack.enter_context(engine(directory, one, **options)) for one in ("1x1", mesh))
         for first, second in ((alone, staged), (staged, alone)):
             for llm in (first, second):
                 llm.reset_prefix_cache()
@@ -158,10 +159,12 @@ def routed_spec(config: HfConfig) -> ModelSpec:
     return replace(spec, layers=tuple(replace(layer, ffn=routed) for layer in spec.layers))
 
 
+FAMILY = Family("RoutedForCausalLM", routed_spec, layer_sources=toy.toy_sources, understood=("num_experts",))
+
+
 @pytest.fixture
 def routed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    family = Family("RoutedForCausalLM", routed_spec, layer_sources=toy.toy_sources, understood=("num_experts",))
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, family))
+    monkeypatch.setitem(families.MODULES, FAMILY.architecture, __name__)
     config = toy.CONFIG | {"architectures": ["RoutedForCausalLM"], "num_hidden_layers": 2, "first_k_dense_replace": 0}
     # The toy's layers 2 and 3, the first with experts, are 0 and 1 here.
     renamed = {

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.engine.tiny import (
     all_drafts_or_none,
     greedy_by,
     greedy_tokens,
+    one_program,
     random_prompts,
     tiny_llm,
     write_tiny_checkpoint,
@@ -83,7 +85,8 @@ def published(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_the_same_tokens(options: dict[str, Any], tiny_checkpoint: Path) -> None:
     forms = Forms(layers=ScaledRows()) if options else Forms.chosen("int8", KERNELS, may_turn=True, by_tile=True)
     form, best_tokens = forms.layers, recomputed(tiny_checkpoint, forms)
-    with tiny_llm(tiny_checkpoint, quantization="int8", dtype="float32", **options) as llm:
+    programs = one_program() if options else nullcontext()
+    with programs, tiny_llm(tiny_checkpoint, quantization="int8", dtype="float32", **options) as llm:
         assert greedy_tokens(llm, PROMPTS, 8) == best_tokens
         held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
         assert any(isinstance(node, Matrix) and isinstance(node.form, type(form)) for node in held)
@@ -100,7 +103,7 @@ def test_the_same_tokens(options: dict[str, Any], tiny_checkpoint: Path) -> None
 @pytest.mark.parametrize("mesh", ["1x1", "1x2"])
 def test_stored_bits_give_the_tokens_of_the_decoded_model(mesh: str, published: Path, tiny_checkpoint: Path) -> None:
     expected = recomputed(published, Forms())
-    with tiny_llm(published, dtype="float32", mesh=mesh) as llm:
+    with one_program(), tiny_llm(published, dtype="float32", mesh=mesh) as llm:
         held = jax.tree.leaves(llm.weights["layers"], is_leaf=lambda node: isinstance(node, Matrix))
         assert sum(isinstance(node, Matrix) and isinstance(node.form, ScaledGroups) for node in held) == 4 * 3
         # Prompts are longer than a step, so they come in chunks.
@@ -116,7 +119,8 @@ def test_stored_bits_give_the_tokens_of_the_decoded_model(mesh: str, published: 
 
 def test_a_draft_has_the_forms_of_its_own_checkpoint(published: Path, tiny_checkpoint: Path) -> None:
     draft = {"method": "draft_model", "model": str(published), "num_speculative_tokens": 2}
-    with all_drafts_or_none(), tiny_llm(tiny_checkpoint, dtype="float32", speculative_config=json.dumps(draft)) as llm:
+    options: dict[str, Any] = {"dtype": "float32", "speculative_config": json.dumps(draft)}
+    with all_drafts_or_none(bursts=False), tiny_llm(tiny_checkpoint, **options) as llm:
         held = jax.tree.leaves(llm.weights[DRAFT], is_leaf=lambda node: isinstance(node, Matrix))
         assert any(isinstance(node, Matrix) and isinstance(node.form, ScaledGroups) for node in held)
         assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, Forms())
@@ -125,7 +129,7 @@ def test_a_draft_has_the_forms_of_its_own_checkpoint(published: Path, tiny_check
 @pytest.mark.parametrize("quantization", ["int4_g32", "fp8"])
 def test_matrices_are_rounded_while_they_are_read(quantization: str, tiny_checkpoint: Path) -> None:
     forms = Forms.chosen(quantization, KERNELS, may_turn=True, by_tile=True)
-    with tiny_llm(tiny_checkpoint, quantization=quantization, dtype="float32") as llm:
+    with one_program(), tiny_llm(tiny_checkpoint, quantization=quantization, dtype="float32") as llm:
         assert greedy_tokens(llm, PROMPTS, 8) == recomputed(tiny_checkpoint, forms)
         head = llm.weights.get("lm_head", llm.weights["embed"])
         has_few_bits = isinstance(head, Matrix) and isinstance(head.form, CodeTable | CpuGroups)
@@ -133,6 +137,7 @@ def test_matrices_are_rounded_while_they_are_read(quantization: str, tiny_checkp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interpreted_kernels")
 def test_the_kernel_for_tpus_gives_the_tokens_of_the_decoded_model_on_a_mesh(tmp_path: Path) -> None:
     # One layer, of which two devices have matrices that fill whole tiles. Others would be left in 16 bits. The prompts
     # come in chunks, and two share a page.

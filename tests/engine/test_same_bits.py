@@ -3,12 +3,14 @@
 A sum that differs in its last bit there is a hidden value that differs in its eighth, and then the tokens differ.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxvllm import LLM, SamplingParams
 from tests.engine.tiny import few_pages, random_prompts, tiny_llm
+from tests.quick import programs_on_demand
 
 PROMPTS = random_prompts(24, longest=70, seed=3)
 PARAMS = [
@@ -17,8 +19,10 @@ PARAMS = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_programs() -> None:
+def quick_programs() -> Iterator[None]:
     """There are none here: what is served is compiled with more of LLVM, and it is the one with these bits."""
+    with programs_on_demand():
+        yield
 
 
 def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[tuple[list[int], float | None]]:

@@ -34,7 +34,7 @@ from tests.engine.tiny import (
     write_tiny_checkpoint,
 )
 from tests.models.fixture import Fixture
-from tests.quick import rare_programs
+from tests.quick import programs_in_advance
 
 SHARED: dict[str, Any] = {"enable_expert_parallel": True}
 SEEDED = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
@@ -101,7 +101,7 @@ def expected(directory: Path) -> list[Any]:
 )
 def llm(request: pytest.FixtureRequest, directory: Path) -> Iterator[LLM]:
     drafts = SUFFIX if request.param == "2x2x1" else NGRAM
-    with rare_programs(on_demand=False), all_drafts_or_none():
+    with programs_in_advance(), all_drafts_or_none():
         llm = tiny_llm(directory, mesh=request.param, speculative_config=drafts, **SHARED, **OPTIONS)
     with llm:
         yield llm
@@ -207,7 +207,7 @@ def test_pages_are_kept_elsewhere_and_requests_move(directory: Path, expected: l
     chosen = [0, 1, 7]
     prompts, ways = [PROMPTS[number] for number in chosen], [WAYS[number] for number in chosen]
     with ExitStack() as stack:
-        with all_drafts_or_none():
+        with all_drafts_or_none(bursts=False):
             llm = stack.enter_context(tiny_llm(directory, **kept, **options))
         with one_program():
             alone = stack.enter_context(tiny_llm(directory, **options))

@@ -11,7 +11,7 @@ from jaxvllm.engine import startup
 from jaxvllm.engine.startup import StartPhase, StartupClock, uncollected
 from jaxvllm.runtime.programs import Programs
 from tests.engine.tiny import tiny_llm
-from tests.quick import rare_programs
+from tests.quick import programs_in_advance
 
 
 class Time:
@@ -74,7 +74,7 @@ def test_where_the_system_does_not_tell_the_first_phase_is_missing(monkeypatch: 
 
 
 def test_an_engine_knows_its_start(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rare_programs(on_demand=False), tiny_llm(tiny_checkpoint, max_decode_burst=1) as llm:
+    with programs_in_advance(), tiny_llm(tiny_checkpoint, max_decode_burst=1) as llm:
         steps: list[Programs[Any]] = []
         monkeypatch.setattr(Programs, "compile_more", lambda self: steps.append(self))
         llm.generate([[3, 4]], SamplingParams(max_tokens=1), use_tqdm=False)

@@ -14,7 +14,7 @@ from jaxvllm.core.errors import ParameterError
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.grammar.constraint import GrammarConstraint
 from jaxvllm.text.reasoning import ReasoningFormat
-from tests.engine.tiny import assert_idle, few_pages
+from tests.engine.tiny import assert_idle, few_pages, one_program
 from tests.grammar.schema_cases import CASES, DIGIT, SHORT, Schema, array, closed
 from tests.quick import quick_engines
 
@@ -139,8 +139,8 @@ def test_preemption_changes_no_token(llm: LLM, alone: list[list[list[int]]]) -> 
 
 
 def test_chunking_bursts_and_a_mesh_change_no_token(alone: list[list[list[int]]]) -> None:
-    small = dict(max_num_seqs=7, max_num_batched_tokens=24, row_buckets=(7,), token_buckets=(24,), max_decode_burst=1)
-    with LLM(**OPTIONS | small | dict(mesh="1x2")) as other:
+    small = dict(max_num_seqs=7, max_num_batched_tokens=24, row_buckets=(7,), token_buckets=(24,))
+    with one_program(24, 7), LLM(**OPTIONS | small | dict(mesh="1x2")) as other:
         assert tokens(generate(other, PROMPTS, MIXED)) == alone
 
 

@@ -88,11 +88,17 @@ def all_drafts_or_none(divides: bool = False, bursts: bool = True) -> Iterator[N
 
 
 @contextmanager
-def one_program(num_tokens: int = 16, num_rows: int = 8, is_adapted: bool = False) -> Iterator[None]:
-    """Engines that start within have the bucket that holds every plan of so many rows, and no other."""
-    bucket = Bucket(num_tokens, num_rows, is_adapted=is_adapted)
+def one_program(num_tokens: int = 16, num_rows: int = 8) -> Iterator[None]:
+    """Engines that start within have the bucket that holds every plan of so many rows, and no other.
+
+    Each of its steps decodes one token: there is no program of bursts, which takes one to two seconds of the CPU.
+    """
+
+    def with_one(*counts: Any, has_lora: bool = False, **options: Any) -> BucketLadder:
+        return BucketLadder((Bucket(num_tokens, num_rows, is_adapted=has_lora),))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BucketLadder, "build", lambda *counts, **_: BucketLadder((bucket,)))
+        patch.setattr(BucketLadder, "build", with_one)
         yield
 
 
@@ -133,7 +139,7 @@ def merged_tokens(
 ) -> list[list[int]]:
     """The greedy tokens of each prompt with the weights whose number `who` says, in an engine without adapters."""
     found = {}
-    with tiny_llm(checkpoint) as llm:
+    with one_program(), tiny_llm(checkpoint) as llm:
         for number in sorted(set(who)):
             llm.update_weights(weights[number])
             own = [prompt for prompt, of in zip(prompts, who, strict=True) if of == number]

@@ -73,7 +73,7 @@ def test_norms(name: str, layout: Layout, tmp_path: Path) -> None:
     for matrix in ("down", "qkv"):
         for own, base, ratios in zip(given, plain, found, strict=True):
             scales = np.abs(base[matrix]).max(-1, keepdims=True) / 127
-            rows = np.round(base[matrix] / scales) * scales + np.moveaxis(own[UP + matrix], 0, -1) @ own[DOWN + matrix]
+            rows = np.round(base[matrix] / scales) * scales + own[UP + matrix] @ own[DOWN + matrix]
             [magnitudes] = own[RATIO + matrix]
             assert (magnitudes == 0).any() == (matrix == "qkv"), "queries and keys have none"
             expected = np.where(magnitudes == 0, 0, magnitudes / np.linalg.norm(rows, axis=-1) - 1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxvllm.models import checkpoint
+from jaxvllm.models import checkpoint, families
 from jaxvllm.models.attention import GroupedQueryAttention
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.ffn import GatedFfn
@@ -129,6 +129,15 @@ def load(fixture: Fixture, directory: Path, layout: Layout, forms: Forms = PLAIN
     spec = model_spec(fixture.config, fixture.max_model_len)
     path = fixture.write_checkpoint(directory)
     return checkpoint.load(path, spec, dtype=jnp.float32, layout=layout, forms=forms), spec
+
+
+def test_every_module_of_a_family_is_found_by_its_architectures() -> None:
+    shared = {"__init__", "family", "mtp_format", "usual"}
+    assert {path.stem for path in Path(families.__file__).parent.glob("*.py")} - shared == set(
+        families.MODULES.values()
+    )
+    for architecture in families.MODULES:
+        assert families.find_family({"architectures": [architecture]}).architecture == architecture
 
 
 def test_every_family_has_a_fixture() -> None:

@@ -240,6 +240,19 @@ def test_a_table_of_a_form_without_rows_is_refused() -> None:
         Halves().look_up({}, jnp.arange(2))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_table_that_is_the_head_too_lies_in_panels_where_one_cpu_has_it(dtype: str) -> None:
+    decl = ParamDecl((130, 33), ("vocab", "embed"), storage="tied_table")
+    table = jnp.asarray(np.random.default_rng(4).normal(size=(130, 33)), dtype)
+    form = Forms.chosen(None, Backend("cpu", host_chip()), may_turn=True, dtype=dtype).of("embed", decl, None)
+    assert isinstance(form, Packed)
+    arrays = form.keep(table, {})
+    # Numbers beyond the table are those of its first and last row.
+    rows = form.look_up(arrays, jnp.asarray([0, 129, 77, -1, 130]))
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, table[jnp.asarray([0, 129, 77, 0, 129])])
+
+
 @pytest.mark.parametrize("storage", ["matrix", "tied_table"])
 def test_a_cpu_has_the_head_beside_rounded_layers_in_eight_bits(storage: Storage) -> None:
     decl = ParamDecl((130, 64), ("vocab", "embed"), storage=storage)

@@ -16,7 +16,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import GpuChip, chip_named
 from pallas_kernels.grouped_matmul import gpu
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
+pytestmark = pytest.mark.usefixtures("quick_fusions", "interpreted_kernels")
 
 CHIP = chip_named("h200")
 assert isinstance(CHIP, GpuChip)

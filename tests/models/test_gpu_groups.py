@@ -26,7 +26,7 @@ from pallas_kernels.quantized_matmul import gpu, gpu_tiles
 from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8, UINT4, Code
 from tests.models.published.test_stored_bits import CASES, kept, load, of_projections, qwen, resized
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
+pytestmark = pytest.mark.usefixtures("quick_fusions", "interpreted_kernels")
 
 CHIP = chip_named("h200")
 assert isinstance(CHIP, GpuChip)

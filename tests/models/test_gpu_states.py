@@ -25,6 +25,8 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
+
 HEADS, PAGE_SIZE, PLACE = 2, 4, 1
 BACKEND = Backend("gpu", chip_named("h200"), interpret=True)
 

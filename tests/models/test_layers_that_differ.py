@@ -104,7 +104,7 @@ def toy_sources(spec: ModelSpec, layer: int, prefix: str) -> dict[str, tuple[Sou
     }
 
 
-TOY = Family("ToyForCausalLM", toy_spec, layer_sources=toy_sources, understood=("num_experts",))
+FAMILY = Family("ToyForCausalLM", toy_spec, layer_sources=toy_sources, understood=("num_experts",))
 V, E, D, LAYERS, DENSE, X, F = 40, 32, 8, 9, 2, 3, 8
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
@@ -187,7 +187,7 @@ def naive_logits(tokens: list[int]) -> np.ndarray:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, TOY))
+    monkeypatch.setitem(families.MODULES, FAMILY.architecture, __name__)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(STORED, tmp_path / "model.safetensors")
     return tmp_path

@@ -15,7 +15,7 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import TpuChip, chip_named
 from pallas_kernels.grouped_matmul import tpu
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
+pytestmark = pytest.mark.usefixtures("quick_fusions", "interpreted_kernels")
 
 CHIP = chip_named("v6e")
 assert isinstance(CHIP, TpuChip)

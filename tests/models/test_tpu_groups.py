@@ -24,7 +24,7 @@ from tests.models.published.test_packed_integers import compressed
 from tests.models.published.test_stored_bits import CASES, experts_in_mxfp4, kept, load, of_projections
 from tests.models.published.written import fp8_checkpoint, resized
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
+pytestmark = pytest.mark.usefixtures("quick_fusions", "interpreted_kernels")
 
 CHIP = chip_named("v6e")
 assert isinstance(CHIP, TpuChip)

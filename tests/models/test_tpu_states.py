@@ -25,6 +25,8 @@ from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import chip_named
 from pallas_kernels.ragged_paged_attention import RaggedRows
 
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
+
 INTERPRETED = Backend("tpu", chip_named("v6e"), interpret=True)
 HEADS, PAGE_SIZE, PLACE = 1, 4, 1
 # The first row begins, the second goes on within a page, the third on a new page; the fourth has no token.

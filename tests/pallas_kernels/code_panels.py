@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from pallas_kernels.integer_matmul import CodePanels
 from pallas_kernels.packed_matmul.panels import Panels
-from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4
+from pallas_kernels.quantized_matmul.code import E4M3
 
 
 def unpacked_codes(
@@ -40,8 +40,8 @@ def matrix(panels: CodePanels, arrays: Mapping[str, NDArray[np.uint8]], outs: in
 
     codes = unpacked_codes(panels, arrays, outs, ins)
     zeros = of_inputs("zeros", panels.group) if panels.offsets == "zeros" else panels.zero
-    if panels.is_float4 or panels.is_float8:
-        numbers = (FLOAT4 if panels.is_float4 else E4M3).table[codes].astype(np.float64)
+    if panels.looked_up is not None or panels.is_float8:
+        numbers = (panels.looked_up or E4M3).table[codes].astype(np.float64)
     else:
         numbers = codes - np.float64(zeros)
     scales = of_inputs("scales", panels.group, panels.scale_dtype)

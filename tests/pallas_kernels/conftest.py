@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.interpreters import quick_callbacks
 from tests.pallas_kernels.gpu_here import INTERPRETED
 from tests.quick import earlier_emitters, quick_compilation
 
@@ -14,5 +15,5 @@ def quick_programs() -> Iterator[None]:
     if not INTERPRETED:  # a GPU's kernels are compiled as ever
         yield
         return
-    with quick_compilation(), earlier_emitters():
+    with quick_compilation(), earlier_emitters(), quick_callbacks():
         yield

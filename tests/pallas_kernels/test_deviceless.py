@@ -272,10 +272,10 @@ def test_a_copy_to_vmem_is_found() -> None:
                 "quantized/qwen3-8b-gate-up-int4-prefill-2048/gpu",
             ],
         ),
-        ("v5e", ["step/burst/tpu", "step/sample/tpu", "step/decode-narrow/tpu"]),
+        ("v5e", ["step/burst/tpu/1x2", "step/sample/tpu/1x2", "step/decode-narrow/tpu"]),
         ("v6e", ["step/mixed-experts/tpu", "step/decode-int4/tpu"]),
         ("v7x", ["step/split-narrow/tpu"]),
-        ("h200", ["step/burst/gpu", "step/decode-int4/gpu"]),
+        ("h200", ["step/burst/gpu/1x2", "step/decode-int4/gpu"]),
     ],
 )
 def test_compiles_in_place(chip: str, programs: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from pallas_kernels.cpu.machine_code import handler_assembly
 from pallas_kernels.integer_matmul import integer_matmul
 from pallas_kernels.integer_matmul.code_panels import CodePanels
 from pallas_kernels.integer_matmul.kernel import matmul
+from pallas_kernels.quantized_matmul.code import IQ4
 from tests.pallas_kernels.cpu_chips import SAPPHIRE_RAPIDS, WITH_AMX
 from tests.pallas_kernels.test_integer_matmul import arrays_of
 
@@ -20,6 +21,7 @@ PANELS = {
     "int8 by row": CodePanels(COLUMNS, 8, None, "float32", zero=128, by_row=True),
     "int8 of 96": CodePanels(COLUMNS, 8, 96, "bfloat16", zero=128),
     "int4 of 32": CodePanels(COLUMNS, 4, 32, "bfloat16", offsets="zeros"),
+    "a table of 32": CodePanels(COLUMNS, 4, 32, "float16", looked_up=IQ4),
     "six bits of 16": CodePanels(COLUMNS, 6, 16, "uint8", offsets="mins", span=256),
 }
 

@@ -19,6 +19,7 @@ from pallas_kernels.integer_matmul import (
 )
 from pallas_kernels.integer_matmul.kernel import matmul
 from pallas_kernels.packed_matmul.panels import Panels
+from pallas_kernels.quantized_matmul.code import FLOAT4, IQ2, IQ4
 from tests.pallas_kernels.code_panels import matrix, rounded, unpacked_codes
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS
 from tests.pallas_kernels.test_small_matmul import GATES
@@ -40,8 +41,10 @@ STORED = {
     "AWQ": (CodePanels(0, 4, 64, "float16", offsets="zeros"), 192),
     "Q4_0": (CodePanels(0, 4, 32, "float16", zero=8), 96),
     "Q5_1": (CodePanels(0, 5, 32, "float16", offsets="mins"), 96),
-    "MXFP4": (CodePanels(0, 4, 32, "float8_e8m0fnu", is_float4=True), 96),
-    "NVFP4": (CodePanels(0, 4, 16, "float32", is_float4=True), 96),
+    "MXFP4": (CodePanels(0, 4, 32, "float8_e8m0fnu", looked_up=FLOAT4), 96),
+    "NVFP4": (CodePanels(0, 4, 16, "float32", looked_up=FLOAT4), 96),
+    "IQ4_NL": (CodePanels(0, 4, 32, "float16", looked_up=IQ4), 96),
+    "IQ2_XS": (CodePanels(0, 4, 16, "int8", looked_up=IQ2, span=256), 512),
     "Q4_K": (CodePanels(0, 4, 32, "uint8", offsets="mins", span=256), 512),
     "Q5_K": (CodePanels(0, 5, 32, "uint8", offsets="mins", span=256), 512),
     "Q6_K": (CodePanels(0, 6, 16, "int8", zero=32, span=256), 512),

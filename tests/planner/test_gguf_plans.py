@@ -92,7 +92,9 @@ def test_a_cpu_is_planned_to_keep_what_is_loaded(mesh: str, q4_k_m: Path) -> Non
     assert len({deployment.forms.own["qkv", layer] for layer in range(4)}) == 2
 
 
-@pytest.mark.parametrize(("device", "kind", "kept"), [("h200", Kind.Q8_0, 0.54), ("v6e", Kind.Q4_0, 0.32)])
+@pytest.mark.parametrize(
+    ("device", "kind", "kept"), [("h200", Kind.Q8_0, 0.54), ("v6e", Kind.Q4_0, 0.32), ("h200", Kind.MXFP4, 0.28)]
+)
 def test_devices_keep_groups_with_scales(device: str, kind: Kind, kept: float, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, EXPERTS, dict(random_weights(EXPERTS)), lambda name: Kind.F32 if "gate_inp" in name else kind)

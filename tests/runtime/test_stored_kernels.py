@@ -19,7 +19,7 @@ from pallas_kernels.cpu.emit import Emitter
 from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.handlers import Handler, registered_code
 from pallas_kernels.cpu.host import host_chip
-from pallas_kernels.cpu.machine_code import LoadedHandler
+from pallas_kernels.cpu.loaded_handler import LoadedHandler
 
 emitted: list[int] = []
 

@@ -222,12 +222,12 @@ def test_the_end_of_a_request_is_told_once(llm: AsyncLLM, portal: BlockingPortal
         done.abort(TimeoutError())
         await llm.abort("done")
 
-    observers = list(llm._observers)
+    observers = list(llm._observers.listed)
     llm.observe(Listener())  # type: ignore[arg-type]
     try:
         portal.call(run)
     finally:
-        llm._observers[:] = observers
+        llm._observers.listed[:] = observers
     assert losses == [("aborted", "abort"), ("left", "abort")]
 
 
@@ -405,12 +405,12 @@ def test_an_observer_that_fails_fails_alone(llm: AsyncLLM, portal: BlockingPorta
 
             return fail
 
-    observers = list(llm._observers)
+    observers = list(llm._observers.listed)
     llm.observe(Broken())
     try:
         assert len(portal.call(texts, llm, PROMPTS, GREEDY)) == len(PROMPTS)
     finally:
-        llm._observers[:] = observers
+        llm._observers.listed[:] = observers
 
 
 def test_a_reader_whose_stream_is_closed(llm: AsyncLLM, portal: BlockingPortal) -> None:

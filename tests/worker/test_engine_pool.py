@@ -25,7 +25,7 @@ from jaxvllm.cores import num_cores
 from jaxvllm.engine.commands import ResetPrefixCache
 from jaxvllm.engine.stats import EngineStats
 from jaxvllm.server.metrics.prometheus import Metrics
-from jaxvllm.worker import async_llm, data_parallel, engine_pool, wire
+from jaxvllm.worker import data_parallel, engine_pool, sent_requests, wire
 from jaxvllm.worker.async_llm import AsyncLLM
 from jaxvllm.worker.data_parallel import MOST_ON_A_CORE, OneHost, OneProcess
 from jaxvllm.worker.engine_client import EngineState
@@ -108,7 +108,7 @@ async def all_streams(pool: EnginePool, kill: AsyncLLM | None = None) -> list[An
 
 def opened(engine: AsyncLLM) -> list[tuple[int, OpenRequest]]:
     """The requests of an engine that have not ended, with their serials."""
-    requests = engine._requests
+    requests = engine._requests.open
     return [(serial, one) for serial in requests.serials() if (one := requests.get(serial)) is not None]
 
 
@@ -172,7 +172,7 @@ def test_the_streams_of_a_step_that_breaks_off_go_on_in_another_engine(
 
         async def broken() -> wire.Report:
             process.receive = receive  # type: ignore[method-assign]
-            taken = engine._requests.serials(accepted=True)  # which it drops by itself
+            taken = engine._requests.open.serials(accepted=True)  # which it drops by itself
             process.send(wire.Abort([one.request.request_id for serial, one in opened(engine) if serial in taken]))
             return wire.Broken("ZeroDivisionError")
 
@@ -257,7 +257,7 @@ def test_a_request_waits_for_its_engine_only_so_long(
 ) -> None:
     async def run() -> None:
         await all_ready(pool)
-        monkeypatch.setattr(async_llm, "KEPT_SECONDS", 0.0)
+        monkeypatch.setattr(sent_requests, "KEPT_SECONDS", 0.0)
         engine = pool.engines[0]
         assert engine.pid is not None
         with stopped(engine.pid):
@@ -389,12 +389,12 @@ def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: Blocki
     async def run() -> list[list[int]]:
         counts: list[list[int]] = []
         for number in (0, 1, 0, 0, 1, 1):
-            before = [engine._requests.new_serial() for engine in pool.engines]
+            before = [engine._requests.open.new_serial() for engine in pool.engines]
             some = SamplingParams(max_tokens=1)
             async for _ in pool.generate({"prompt_token_ids": [number + 5] * 128}, some):
                 pass
             counts.append(
-                [engine._requests.new_serial() - was for engine, was in zip(pool.engines, before, strict=True)]
+                [engine._requests.open.new_serial() - was for engine, was in zip(pool.engines, before, strict=True)]
             )
         return counts
 

@@ -77,9 +77,8 @@ def test_engines_on_a_cluster_die_and_come_back(cluster: Any) -> None:
         assert sum(engine.state is EngineState.READY for engine in pool.engines) == 1
         cluster.add_node(num_cpus=2)  # each node starts Ray's own processes, seconds of the CPU
         portal.call(all_ready, pool)
-        assert portal.call(all_streams, pool) == expected
 
-        # One more, and one less.
+        # One more, and one less. The engine that came back answers, too.
         for size in (3, 2):
             streams = portal.start_task_soon(all_streams, pool)
             portal.call(pool.scale, size, PATIENCE)

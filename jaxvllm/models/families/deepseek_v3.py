@@ -25,16 +25,18 @@ def v3_defaults(config: HfConfig) -> HfConfig:
 SOURCES = sparse_projections(
     "shared_experts", attention=latent_attention_sources, router_choice="gate.e_score_correction_bias"
 )
-FAMILY = Family("DeepseekV3ForCausalLM", deepseek_v3_spec, layer_sources=SOURCES)
-# Kimi K2.5 and 2.6, text. Their own spelling of the architecture, and that of transformers.
-NESTED = tuple(
-    Family(
-        architecture,
-        deepseek_v3_spec,
-        layer_sources=SOURCES,
-        prefixes=("model.language_model.", "language_model.model."),
-        foreign=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
-        nested_in="text_config",
-    )
-    for architecture in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+FAMILIES = (
+    Family("DeepseekV3ForCausalLM", deepseek_v3_spec, layer_sources=SOURCES),
+    # Kimi K2.5 and 2.6, text. Their own spelling of the architecture, and that of transformers.
+    *(
+        Family(
+            architecture,
+            deepseek_v3_spec,
+            layer_sources=SOURCES,
+            prefixes=("model.language_model.", "language_model.model."),
+            foreign=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+            nested_in="text_config",
+        )
+        for architecture in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+    ),
 )

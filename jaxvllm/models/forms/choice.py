@@ -1,8 +1,11 @@
-"""`Forms`: the form of every matrix of a model, as the platform and the user choose it."""
+"""`Forms`: the form of every matrix of a model, as the platform and the user choose it.
+
+Most forms are imported where they are chosen: an engine needs one or two of them, and the others took 20 ms of a start.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,28 +13,17 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.cpu_float8 import CpuFloat8
-from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import FewBits, StoredAs
 from jaxvllm.models.forms.form import Form
-from jaxvllm.models.forms.gpu_experts import GpuExperts
-from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group, takes_tokens
-from jaxvllm.models.forms.in_parts import InParts
-from jaxvllm.models.forms.nested_groups import NestedGroups
 from jaxvllm.models.forms.packed import Packed, PackedInSteps
-from jaxvllm.models.forms.padded_table import LANES, PaddedTable
 from jaxvllm.models.forms.plain import PLAIN
-from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
-from jaxvllm.models.forms.scaled_groups import ScaledGroups
-from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
-from jaxvllm.models.forms.streamed_experts import StreamedExperts
-from jaxvllm.models.forms.tpu_experts import TpuExperts
-from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
-from jaxvllm.models.forms.turned import Turned, prefers_turned
 from pallas_kernels.backend import REFERENCE, Backend
 from pallas_kernels.chips import CpuChip, GpuChip, TpuChip
 from pallas_kernels.quantized_matmul.code import E4M3, INT8, UINT4
+
+if TYPE_CHECKING:
+    from jaxvllm.models.forms.cpu_groups import CpuGroups
 
 # What users may choose by name. int4 takes 4.125 and 4.5 bits a weight.
 QUANTIZATIONS: Mapping[str, StoredAs] = {
@@ -89,46 +81,82 @@ class FewBitsForms:
         if (on_cpu := self._on_cpu(stored, group)) is not None:
             return on_cpu
         if stored.is_nested:
+            from jaxvllm.models.forms.nested_groups import NestedGroups
+
             return NestedGroups.of(stored, group, self.shards) if self.by_tile else None
-        if stored.is_by_row and stored.rounds_tokens and not of_experts and multiplies(stored.code, chip):
-            return RoundedTokens(code=stored.code)
-        if self._gpu is not None and (group is None or takes_group(stored.code, group, stored.scale_dtype)):
-            # Before Hopper, codes are multiplied by tokens as they are.
-            may_round = not of_experts and self._gpu.has_copy_engine and takes_tokens(stored.code, group)
-            return GpuGroups(
-                stored.code,
-                group,
-                stored.scale_dtype,
-                stored.has_zeros,
-                self.shards,
-                rounds_tokens=stored.rounds_tokens and may_round,
-                has_input_scale=stored.has_input_scale and may_round,
-                chip=self._gpu,
-                interpret=self.backend.interpret,
-            )
+        if (stored.code.is_of_gguf or stored.code.is_by_table) and not self.by_tile:  # no kernel knows their tables
+            return None
+        if stored.is_by_row and stored.rounds_tokens and not of_experts:
+            from jaxvllm.models.forms.rounded_tokens import RoundedTokens, multiplies
+
+            if multiplies(stored.code, chip):
+                return RoundedTokens(code=stored.code)
+        if self._gpu is not None and (form := self._on_gpu(self._gpu, stored, group, of_experts)) is not None:
+            return form
         # XLA would multiply by rows of int8 and FP8 without a copy, too, but in 1.2 times (v6e) to 2.4 times (v5p) the
         # time of our kernel with 16 rows, and in 1.05 to 1.3 times with 512 (libtpu's estimates).
-        if isinstance(chip, TpuChip) and takes_groups(group):
-            groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
-            return TpuGroups(groups, chip, self.backend.interpret)
+        from jaxvllm.models.forms.scaled_groups import ScaledGroups
+        from jaxvllm.models.forms.scaled_rows import ScaledRows, int8_form
+
+        groups = ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+        if isinstance(chip, TpuChip):
+            from jaxvllm.models.forms.tpu_groups import TpuGroups, takes_groups
+
+            if takes_groups(group):
+                return TpuGroups(groups, chip, self.backend.interpret)
         if stored.is_by_row and stored.code == INT8:
             return int8_form(chip if isinstance(chip, CpuChip) else None)
         if self.by_tile:
-            return ScaledGroups(stored.code, group, stored.scale_dtype, stored.has_zeros, self.shards)
+            return groups
         return ScaledRows(code=stored.code) if stored.is_by_row else None
+
+    def _on_gpu(self, gpu: GpuChip, stored: StoredAs, group: int | None, of_experts: bool) -> FewBits | None:
+        """Returns the form of our kernel for GPUs, or None where the kernel does not take such groups."""
+        from jaxvllm.models.forms.gpu_groups import GpuGroups, takes_group, takes_tokens
+
+        if group is not None and not takes_group(stored.code, group, stored.scale_dtype):
+            return None
+        # Before Hopper, codes are multiplied by tokens as they are.
+        may_round = not of_experts and gpu.has_copy_engine and takes_tokens(stored.code, group)
+        return GpuGroups(
+            stored.code,
+            group,
+            stored.scale_dtype,
+            stored.has_zeros,
+            self.shards,
+            rounds_tokens=stored.rounds_tokens and may_round,
+            has_input_scale=stored.has_input_scale and may_round,
+            chip=gpu,
+            interpret=self.backend.interpret,
+        )
 
     def in_parts(self, axis: int, parts: Sequence[tuple[int, FewBits]]) -> FewBits | None:
         """Returns the form of a matrix that is cut along an axis into parts of these sizes and forms, if it has one.
 
         XLA would copy such a matrix from stacks of layers, which CPUs have not.
         """
+        from jaxvllm.models.forms.in_parts import InParts
+
         return InParts(axis, tuple(parts)) if self.by_tile else None
 
-    def _on_cpu(self, stored: StoredAs, group: int | None) -> CpuGroups | None:
+    def in_order(self, stored: StoredAs, group: int | None) -> FewBits | None:
+        """Returns the form of a matrix whose inputs have an order of their own, if it has one.
+
+        In stacks of layers, which CPUs have not, gate and up would need an order each.
+        """
+        from jaxvllm.models.forms.sorted_inputs import SortedInputs
+
+        form = self.of(stored, group) if self.by_tile else None
+        return None if form is None else SortedInputs(form)
+
+    def _on_cpu(self, stored: StoredAs, group: int | None) -> "CpuGroups | None":
         """Returns the form of one of our kernels, if one runs and knows the code, and a device has whole matrices."""
         chip = self.backend.chip
         if not isinstance(chip, CpuChip) or self.shards > 1:
             return None
+        from jaxvllm.models.forms.cpu_float8 import CpuFloat8
+        from jaxvllm.models.forms.cpu_groups import CpuGroups
+
         forms = (form for form in (CpuGroups, CpuFloat8) if form.takes_stored(stored, group))
         return next((form(stored, group, chip) for form in forms), None)
 
@@ -142,6 +170,8 @@ class FewBitsForms:
         has_kernel = (isinstance(self.backend.chip, TpuChip) or self._gpu is not None) and of_experts
         has_kernel |= self._gpu is not None and wanted.code == E4M3
         if wanted.rounds_tokens and not has_kernel:
+            from jaxvllm.models.forms.rounded_tokens import RoundedTokens
+
             return RoundedTokens(code=wanted.code)
         if (form := self.of(wanted, wanted.group, of_experts)) is None:
             raise NotImplementedError(
@@ -200,26 +230,34 @@ class Forms:
         usual: Form = PLAIN
         if chip is not None:
             usual = Packed(chip, jnp.dtype(dtype).name) if may_turn else PackedInSteps(chip)
-        elif may_turn and prefers_turned():
-            usual = Turned()
+        elif may_turn:
+            from jaxvllm.models.forms.turned import Turned, prefers_turned
+
+            usual = Turned() if prefers_turned() else PLAIN
         in_few_bits = FewBitsForms(backend, by_tile, shards)
         layers = usual if quantization is None else in_few_bits.named(quantization)
         # An expert is multiplied by few rows, and one that is turned ten times slower (CPU, 32 experts of 512 x 256).
-        experts = PLAIN if isinstance(layers, Turned) else layers
+        experts = PLAIN if chip is None else layers
         if quantization is not None:
             experts = in_few_bits.named(quantization, of_experts=True)
-        # The rows of a table are looked up, and adapters come and go, so that neither is put into another order.
+        # Adapters come and go, so that they are not put into another order.
         as_stored: Form = PLAIN if chip is None else CpuKernel(chip)
         streamed = as_stored
         if isinstance(backend.chip, TpuChip):
+            from jaxvllm.models.forms.tpu_experts import TpuExperts
+
             streamed = TpuExperts(backend.chip, backend.interpret)
         elif isinstance(backend.chip, GpuChip):
+            from jaxvllm.models.forms.gpu_experts import GpuExperts
+
             streamed = GpuExperts(backend.chip, backend.interpret)
-        if quantization is None and isinstance(streamed, StreamedExperts):
+        if quantization is None and streamed is not as_stored:
             experts = streamed
         stored = in_few_bits if quantization is None else None
-        head, table = usual, as_stored
+        head, table = usual, PLAIN if chip is None else usual
         if chip is not None and may_turn and quantization in _ROUNDS_HEAD:
+            from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
+
             head = CpuGroups(_HEAD, _HEAD.group, chip)
             table = CodeTable(head, jnp.dtype(dtype).name)
         return cls(
@@ -243,8 +281,11 @@ class Forms:
             return own
         is_of_layer = layer is not None
         is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
-        if self.pads_tables and is_table and decl.shape[-1] % LANES:
-            return PaddedTable(decl.shape[-1])
+        if self.pads_tables and is_table:
+            from jaxvllm.models.forms.padded_table import LANES, PaddedTable
+
+            if decl.shape[-1] % LANES:
+                return PaddedTable(decl.shape[-1])
         if decl.storage == "tied_table":
             takes = not isinstance(self.table, FewBits) or self.table.takes(decl)
             return _if_smaller(self.table.of_matrix(decl), decl) if takes else PLAIN

@@ -35,7 +35,7 @@ from pallas_kernels.integer_matmul.code_panels import (
     ZEROS,
 )
 from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
-from pallas_kernels.quantized_matmul.code import E4M3, FLOAT4, INT8
+from pallas_kernels.quantized_matmul.code import E4M3, INT8, UINT8
 
 # So many codes are put in order together.
 _MOST = 1 << 20
@@ -64,7 +64,7 @@ class CpuGroups(FewBits):
     @staticmethod
     def takes_stored(stored: StoredAs, group: int | None) -> bool:
         """Tells whether the kernel knows the code and the scales, and groups of at most that size."""
-        known = stored.code == INT8 or stored.code.bits < 8
+        known = stored.code in (INT8, UINT8) or (stored.code.bits < 8 and not stored.code.is_by_table)
         if not known or stored.scale_dtype not in SCALE_BYTES:
             return False
         return group is None or group % UNITS[stored.code.bits] == 0
@@ -93,7 +93,7 @@ class CpuGroups(FewBits):
             zero=0 if stored.has_zeros or stored.has_mins else code.zero + self._added,
             offsets="zeros" if stored.has_zeros else "mins" if stored.has_mins else "none",
             span=None if stored.span is None else math.gcd(stored.span, inputs),
-            is_float4=code == FLOAT4,
+            looked_up=code if code.number_table is not None else None,
             is_float8=code == E4M3,
             by_row=stored.is_by_row and stored.rounds_tokens and code == INT8,
         )

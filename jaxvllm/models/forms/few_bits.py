@@ -32,6 +32,7 @@ class StoredAs:
         integers of eight bits at most, and each is multiplied by its factor. Minima have factors of their own
     has_mins: whether a minimum is subtracted from code * scale, and no zero from the code
     has_input_scale: whether tokens are meant to be rounded to the same code with a scale that is stored, too
+    is_sorted: whether groups are those of the inputs in an order that the matrix tells
     """
 
     code: Code
@@ -42,6 +43,7 @@ class StoredAs:
     span: int | None = None
     has_mins: bool = False
     has_input_scale: bool = False
+    is_sorted: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.has_zeros and self.has_mins), self
@@ -100,6 +102,7 @@ class Elements:
     stored leaves arrays as they are. Some checkpoints are read faster by words: `words` and `high_words` fill arrays
     u32 [.., in / as many codes as a word has] with the words of `integer_matmul.CodePanels`. Scales contain
     `tensor_scales`, which are those of whole tensors, or 1. Tokens may have `input_scales`, one for each tensor.
+    Where inputs are in an order of their own, `order` fills an array i32[in] with the input that each of them is.
     """
 
     codes: Fill
@@ -112,10 +115,12 @@ class Elements:
     input_scales: Fill = nothing
     words: Fill | None = None
     high_words: Fill | None = None
+    order: Fill | None = None
 
     def mapped(self, change: Callable[[Fill], Fill]) -> "Elements":
         """Returns the functions that `change` makes of those for single elements."""
-        return Elements(*(change(getattr(self, field.name)) for field in fields(self)[:8]))
+        changed = Elements(*(change(getattr(self, field.name)) for field in fields(self)[:8]))
+        return replace(changed, order=self.order)
 
     def moved(self, by: tuple[int, ...]) -> "Elements":
         """Returns the functions for the elements that begin there, which is 0 along the inputs."""

@@ -126,7 +126,9 @@ class NestedGroups(ScaledGroups):
         else:
             largest = jnp.max(jnp.abs(by_group), axis=-1)
             scales = held(SCALES, FACTORS, largest / self.code.largest)[..., None]
-            codes = jnp.round(by_group / jnp.where(scales > 0, scales, 1)) + self._zero
+            units = by_group / jnp.where(scales > 0, scales, 1)
+            is_looked_up = self.code.number_table is not None
+            codes = self.code.nearest_codes(units) if is_looked_up else jnp.round(units) + self._zero
         whole = jnp.clip(codes, 0, 2**self.code.bits - 1).astype(jnp.uint8)
         return made | {CODES: whole.reshape(matrix.shape)}
 
@@ -149,7 +151,7 @@ class NestedGroups(ScaledGroups):
             return exact[..., None]
 
         # All products are exact, so that nothing depends on what XLA makes one instruction of.
-        by_group = codes.reshape(*rows[SCALES].shape, -1).astype(jnp.float32) - self._zero
+        by_group = self.code.numbers_of_codes(codes.reshape(*rows[SCALES].shape, -1)) - self._zero
         exact = by_group * values(SCALES, FACTORS)
         if self.has_mins:
             exact -= values(MINS, MIN_FACTORS)

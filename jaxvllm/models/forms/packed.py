@@ -100,6 +100,11 @@ class Packed(Form):
         stacks = _panels_of(experts.stacks)
         return packed_matmul(x, stacks, experts.index, size=self._size, starts=starts, gate=gating, chip=self.chip)
 
+    def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
+        rows, columns = jnp.clip(numbers, 0, self._size - 1), self._panels.columns
+        found = arrays[PANELS][rows // columns, :, rows % columns]
+        return found.reshape(len(rows), -1)[:, : self.shape[-1]]
+
     def packed(self, matrix: jax.Array) -> dict[str, jax.Array]:
         """Returns the arrays of a matrix, in a traced function."""
         size, ins = self._size, matrix.shape[-1]

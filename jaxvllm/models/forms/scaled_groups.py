@@ -83,7 +83,7 @@ class ScaledGroups(FewBits):
         largest = jnp.max(jnp.abs(by_group), axis=-1)
         # As in `rounded_by_row`: no scale is less than the normal numbers, and that of a NaN is NaN.
         exact = jnp.maximum(largest * np.float32(1 / self.code.largest), np.finfo(np.float32).tiny)
-        scales = self._scales(jnp.where(largest == 0, 1.0, exact))
+        scales = self._scales(jnp.where(largest == 0, 1.0 if self.code.has_zero else 0.0, exact))
         codes = self.code.rounded(by_group / _bits(scales, self.scale_dtype).astype(jnp.float32)[..., None])
         made = {
             CODES: _bits(codes.reshape(*matrix.shape[:-1], -1), held_dtype(self.code.dtype)),

@@ -4,32 +4,25 @@ Matrices are kept as they are stored where a form multiplies by that, and otherw
 encoding is one file beside this one, and a line in `METHODS`. Families and the loader know no encoding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from jaxvllm.models.hf_config import HfConfig
-from jaxvllm.models.published.awq import Awq
-from jaxvllm.models.published.bitsandbytes import BitsAndBytes
-from jaxvllm.models.published.compressed_tensors import CompressedTensors
 from jaxvllm.models.published.encoding import Encoding
-from jaxvllm.models.published.fp8 import Fp8
-from jaxvllm.models.published.gptq import Gptq
-from jaxvllm.models.published.mlx import Mlx
-from jaxvllm.models.published.modelopt import ModelOpt
-from jaxvllm.models.published.mxfp4 import Mxfp4
 
-# By the quant_method that config.json states.
-METHODS: Mapping[str, Callable[[HfConfig], Encoding]] = {
-    "fp8": Fp8.read,
-    "fbgemm_fp8": Fp8.read,  # a scale for each row (Llama 3.1 405B)
-    "modelopt": ModelOpt.read,
-    "modelopt_fp4": ModelOpt.read,
-    "mxfp4": Mxfp4.read,
-    "compressed-tensors": CompressedTensors.read,
-    "awq": Awq.read,
-    "gptq": Gptq.read,
-    "bitsandbytes": BitsAndBytes.read,
-    "mlx": Mlx.read,
+# The module and the class of each quant_method that a config.json states. They are imported for such models alone.
+METHODS: Mapping[str, tuple[str, str]] = {
+    "fp8": ("fp8", "Fp8"),
+    "fbgemm_fp8": ("fp8", "Fp8"),  # a scale for each row (Llama 3.1 405B)
+    "modelopt": ("modelopt", "ModelOpt"),
+    "modelopt_fp4": ("modelopt", "ModelOpt"),
+    "mxfp4": ("mxfp4", "Mxfp4"),
+    "compressed-tensors": ("compressed_tensors", "CompressedTensors"),
+    "awq": ("awq", "Awq"),
+    "gptq": ("gptq", "Gptq"),
+    "bitsandbytes": ("bitsandbytes", "BitsAndBytes"),
+    "mlx": ("mlx", "Mlx"),
 }
 _KEY, _NESTED = "quantization_config", "text_config"
 _OF_MLX = "quantization"  # mlx-lm writes it in both places, and states no quant_method
@@ -51,7 +44,9 @@ def published_encoding(config: Mapping[str, Any]) -> Encoding | None:
             f"config {_KEY} with quant_method {method!r} is not supported: supported are {', '.join(METHODS)}. Take a "
             "checkpoint of the same model in one of these, or in bfloat16"
         )
-    return METHODS[method](HfConfig(settings))
+    module, name = METHODS[method]
+    encoding: Encoding = getattr(import_module(f"{__name__}.{module}"), name).read(HfConfig(settings))
+    return encoding
 
 
 def quantization_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:

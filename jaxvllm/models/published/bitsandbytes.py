@@ -13,9 +13,10 @@ from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import Encoding
 from jaxvllm.models.published.parts import Part, added, by_group, in_rows, scaled, stored, unpacked
 from jaxvllm.models.safetensors_files import WeightFiles
-from pallas_kernels.quantized_matmul.code import INT8
+from pallas_kernels.quantized_matmul.code import FP4, INT8, NF4
 
 TYPES = ("nf4", "fp4")
+_BLOCK = 64  # which bitsandbytes has unless it is told another one
 _MOST = 4096  # the largest block of bitsandbytes
 _BYTES: Mapping[str, np.dtype] = {"U8": np.dtype(np.uint8)}
 _SIGNED: Mapping[str, np.dtype] = {"I8": np.dtype(np.int8)}
@@ -29,9 +30,11 @@ class BitsAndBytes(Encoding):
     In four bits, rows follow each other without gaps, the higher four bits of a byte are the first, and a block of 64
     has one scale (`absmax`), which may itself be a byte that numbers the values of a second table. In int8 a value is
     q * SCB / 127. The layout is that of bitsandbytes 0.50 (`functional.py`, `backends/default/ops.py`).
+
+    first: how most matrices are stored
     """
 
-    is_int8: bool
+    first: StoredAs
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
@@ -41,10 +44,14 @@ class BitsAndBytes(Encoding):
         """
         if not any(settings.flag(key, False) for key in ("load_in_4bit", "load_in_8bit")):
             raise ValueError("config quantization_config of bitsandbytes must state load_in_4bit or load_in_8bit")
-        return cls(settings.flag("load_in_8bit", False))
+        if settings.flag("load_in_8bit", False):
+            return cls(StoredAs(INT8, None, "float32"))
+        kind = settings.choice("bnb_4bit_quant_type", "fp4", TYPES)
+        # The config does not state the size of blocks.
+        return cls(StoredAs(NF4 if kind == "nf4" else FP4, _BLOCK, "float32"))
 
     def usual(self, storage: Storage) -> StoredAs | None:
-        return StoredAs(INT8, None, "float32") if self.is_int8 else None
+        return self.first
 
     @property
     def ends(self) -> Mapping[str, str]:

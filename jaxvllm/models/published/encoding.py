@@ -40,6 +40,11 @@ class Encoding(ABC):
         return None
 
     @property
+    def has_tables(self) -> bool:
+        """Whether embeddings and LM heads are usually stored as matrices of layers are."""
+        return False
+
+    @property
     def rounds_tokens(self) -> bool:
         """Whether the checkpoint is made for tokens that are rounded as rows of the matrices are: each as a whole, or
         each group of its inputs, to the same code."""

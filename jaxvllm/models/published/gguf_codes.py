@@ -7,12 +7,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+import ml_dtypes
 import numpy as np
 
+from jaxvllm.models.published import gguf_grids as grids
 from jaxvllm.models.published.parts import Codes, Part, ScaledCodes, by_group, stored
 from jaxvllm.models.tiling import Box
 from pallas_kernels.integer_matmul.code_panels import UNITS
-from pallas_kernels.quantized_matmul.code import INT8, UINT4, UINT5, UINT6, Code
+from pallas_kernels.quantized_matmul.code import (
+    E4M3,
+    FLOAT4,
+    INT8,
+    IQ1,
+    IQ2,
+    IQ3_S,
+    IQ3_XXS,
+    IQ4,
+    UINT4,
+    UINT5,
+    UINT6,
+    Code,
+)
 
 _LOW, _PAIRS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
 
@@ -43,7 +58,7 @@ class Nibbles:
         """Returns those of eight codes as a word u32, as `CodePanels` has them: a byte has codes i and 4 + i."""
         pairs = np.ascontiguousarray(blocks[..., self.begin : self.end]).view(np.uint64)  # of four codes and the next
         # NumPy copies runs of a few bytes fast if they are single numbers.
-        piece = np.dtype(np.complex128 if self.run > 16 else np.uint64)
+        piece = np.dtype(np.complex128 if self.run > 16 else np.uint64 if self.run > 8 else np.uint32)
         count = self.run // 2 // piece.itemsize
         found = np.empty((*blocks.shape[:-1], (self.end - self.begin) // self.run, 2, count), piece)
         for half, low in enumerate((pairs & _LOW, pairs >> 4 & _LOW)):
@@ -55,11 +70,24 @@ class Nibbles:
 
 
 @dataclass(frozen=True)
+class Words:
+    """Codes of four bits that are read as words of eight, as `CodePanels` has them."""
+
+    words: _Read
+
+    def codes(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns them one in each byte."""
+        pairs = self.words(blocks)[..., None].view(np.uint8)
+        return np.stack([pairs & 15, pairs >> 4], axis=-2).reshape(*blocks.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
 class StoredType:
-    """A type whose blocks have codes in integers, of which groups in a row have a scale, and some a minimum.
+    """A type whose blocks have codes, of which groups in a row have a scale, and some a minimum.
 
     codes: where codes of four to six bits are, or what reads others
-    scale: the byte at which a block has its scale in half precision
+    scale: the byte at which a block has its scales, or what reads it in float32
+    scale_dtype: of these. A block has one in half precision or in E8M0, or one in E4M3 for each group
     high: reads the upper bits of codes of five and six bits
     high_words: reads those of 32 or 16 codes as a word u32, as `CodePanels` has them
     added: what is added to each code, where the type has no minima
@@ -71,8 +99,8 @@ class StoredType:
     count: int
     size: int
     code: Code
-    codes: Nibbles | _Read
-    scale: int
+    codes: Nibbles | Words | _Read
+    scale: int | _Read
     added: int = 0
     high: _Read | None = None
     high_words: _Read | None = None
@@ -81,13 +109,21 @@ class StoredType:
     min: int | None = None
     mins: _Read | None = None
     sign: int = 1
+    scale_dtype: np.dtype = np.dtype(np.float16)
 
-    def part(self, data: np.ndarray) -> ScaledCodes:
-        """Returns what u8[rows, bytes] have, rows of blocks. They are read later."""
-        blocks = data.reshape(len(data), -1, self.size)
+    def part(self, data: np.ndarray, factor: float = 1) -> ScaledCodes:
+        """Returns what u8[.., rows, bytes] have, rows of blocks, times a factor. They are read later."""
+        blocks = data.reshape(*data.shape[:-1], -1, self.size)
+        ones = (1,) * (data.ndim - 1)
 
-        def half(at: int, sign: int = 1) -> Part:
-            found = stored(blocks[..., at : at + 2].view(np.float16)[..., 0])
+        def half(at: int | _Read, sign: int = 1) -> Part:
+            if not isinstance(at, int):
+                return read(at, self.count)
+            end, dtype = at + self.scale_dtype.itemsize, self.scale_dtype
+            if dtype == E4M3.dtype:
+                end = at + self.count // self.group
+                return Codes(E4M3, read(lambda blocks: blocks[..., at:end], self.group))
+            found = stored(blocks[..., at:end].view(dtype)[..., 0])
             return found if sign > 0 else lambda box: -found(box)
 
         def read(values: _Read, count: int) -> Part:
@@ -95,13 +131,13 @@ class StoredType:
             return _of_blocks(blocks, values, self.count // count)
 
         words, high_words = None, None
-        if isinstance(self.codes, Nibbles):
+        if isinstance(self.codes, Nibbles | Words):
             words = read(self.codes.words, UNITS[4])
             high_words = None if self.high_words is None else read(self.high_words, UNITS[self.code.bits])
         codes = Codes(self.code, read(self._codes, 1), self.added, words, high_words)
-        of_block, of_group = (1, self.count), (1, self.group)
+        of_block, of_group = (*ones, self.count), (*ones, self.group)
         factors = None if self.scales is None else by_group(half(self.scale), of_block)
-        scales = by_group(half(self.scale) if self.scales is None else read(self.scales, self.group), of_group)
+        scales = by_group(half(self.scale) if self.scales is None else read(self.scales, self.group), of_group, factor)
         if self.min is None:
             return ScaledCodes(codes, scales, None, factors)
         above = by_group(half(self.min, self.sign), of_block)
@@ -110,7 +146,7 @@ class StoredType:
         return ScaledCodes(codes, scales, None, factors, by_group(read(self.mins, self.group), of_group), above)
 
     def _codes(self, blocks: np.ndarray) -> np.ndarray:
-        if not isinstance(self.codes, Nibbles):
+        if not isinstance(self.codes, Nibbles | Words):
             return self.codes(blocks)
         found = self.codes.codes(blocks)
         if self.high is not None:
@@ -119,14 +155,15 @@ class StoredType:
 
 
 def _of_blocks(blocks: np.ndarray, values: _Read, per_block: int) -> Part:
-    """Returns what `values` reads of u8[rows, blocks, size]: a matrix with so many columns for each block."""
+    """Returns what `values` reads of u8[.., rows, blocks, size]: matrices with so many columns for each block."""
 
     def part(box: Box) -> np.ndarray:
-        (row, first), (rows, wanted) = box.start, box.shape
+        (*_, first), (*rows, wanted) = box.start, box.shape
         begin, end = first // per_block, -(-(first + wanted) // per_block)
-        found = values(blocks[row : row + rows, begin:end]).reshape(rows, -1)
+        (*index, _) = box.index((0,) * len(box.start))
+        found = values(blocks[(*index, slice(begin, end))]).reshape(*rows, -1)
         skipped = first - begin * per_block
-        return found[:, skipped : skipped + wanted]
+        return found[..., skipped : skipped + wanted]
 
     return part
 
@@ -210,6 +247,32 @@ def _scales_of_q3_k(blocks: np.ndarray) -> np.ndarray:
     return (lower | upper << 4).astype(np.int8) - np.int8(32)
 
 
+def _scales_of_iq4_xs(blocks: np.ndarray) -> np.ndarray:
+    """Returns numbers from -32 to 31: their lower four bits are in four bytes, and the upper two in two more."""
+    low, high = blocks[..., 4:8, None], np.ascontiguousarray(blocks[..., 2:4]).view(np.uint16)
+    lower = (low >> np.array([0, 4], np.uint8) & 15).reshape(*blocks.shape[:-1], 8)
+    upper = (high >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
+    return (lower | upper << 4).astype(np.int8) - np.int8(32)
+
+
+def _tq1_0(blocks: np.ndarray) -> np.ndarray:
+    """Returns -1, 0 and 1 as 7, 8 and 9. A byte is a fraction in base 3, of which five digits are codes, or four."""
+    parts = []
+    for begin, end, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        moved = blocks[..., None, begin:end] * (3 ** np.arange(digits, dtype=np.uint8))[:, None]  # modulo 256
+        parts.append((moved.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*blocks.shape[:-1], -1))
+    return np.concatenate(parts, axis=-1) + np.uint8(7)
+
+
+def _tq2_0(blocks: np.ndarray) -> np.ndarray:
+    return _crumbs(blocks[..., :64]) + np.uint8(7)
+
+
+def _q1_0(blocks: np.ndarray) -> np.ndarray:
+    """Returns -1 and 1 as 7 and 9, by the bits of 16 bytes."""
+    return _spread_bits(2, 18)(blocks) * np.uint8(2) + np.uint8(7)
+
+
 # By their numbers in ggml.
 STORED_TYPES: Mapping[int, StoredType] = {
     2: StoredType(32, 18, UINT4, Nibbles(2, 18, 16), 0, -8),  # Q4_0
@@ -257,4 +320,32 @@ STORED_TYPES: Mapping[int, StoredType] = {
         scales=_int8(192, 208),
         group=16,
     ),
+    16: StoredType(  # IQ2_XXS
+        256, 66, IQ2, Words(grids.words_of_iq2_xxs), 0, scales=grids.scales_of_iq2_xxs
+    ),
+    17: StoredType(  # IQ2_XS
+        256, 74, IQ2, Words(grids.words_of_iq2_xs), 0, scales=grids.scales_of_iq2_xs, group=16
+    ),
+    18: StoredType(  # IQ3_XXS
+        256, 98, IQ3_XXS, Words(grids.words_of_iq3_xxs), 0, scales=grids.scales_of_iq3_xxs
+    ),
+    19: StoredType(256, 50, IQ1, Words(grids.words_of_iq1_s), 0, scales=grids.scales_of_iq1_s),  # IQ1_S
+    20: StoredType(32, 18, IQ4, Nibbles(2, 18, 16), 0),  # IQ4_NL
+    21: StoredType(256, 110, IQ3_S, Words(grids.words_of_iq3_s), 0, scales=grids.scales_of_iq3_s),  # IQ3_S
+    22: StoredType(  # IQ2_S
+        256, 82, IQ2, Words(grids.words_of_iq2_s), 0, scales=grids.scales_of_iq2_s, group=16
+    ),
+    23: StoredType(256, 136, IQ4, Nibbles(8, 136, 16), 0, scales=_scales_of_iq4_xs),  # IQ4_XS
+    29: StoredType(  # IQ1_M
+        256, 56, IQ1, Words(grids.words_of_iq1_m), grids.factors_of_iq1_m, scales=grids.scales_of_iq1_m, group=16
+    ),
+    34: StoredType(256, 54, UINT4, _tq1_0, 52, -8, group=256),  # TQ1_0
+    35: StoredType(256, 66, UINT4, _tq2_0, 64, -8, group=256),  # TQ2_0
+    39: StoredType(  # MXFP4
+        32, 17, FLOAT4, Nibbles(1, 17, 16), 0, scale_dtype=np.dtype(ml_dtypes.float8_e8m0fnu)
+    ),
+    40: StoredType(  # NVFP4
+        64, 36, FLOAT4, Nibbles(4, 36, 8), 0, group=16, scale_dtype=np.dtype(ml_dtypes.float8_e4m3fn)
+    ),
+    41: StoredType(128, 18, UINT4, _q1_0, 0, -8, group=128),  # Q1_0
 }

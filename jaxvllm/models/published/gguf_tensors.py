@@ -21,12 +21,22 @@ from jaxvllm.models.published.gguf_architectures import (
 from jaxvllm.models.published.gguf_blocks import BlockType
 from jaxvllm.models.published.gguf_codes import STORED_TYPES
 from jaxvllm.models.published.gguf_names import OUTSIDE
-from jaxvllm.models.published.parts import Part, ScaledCodes, added, alternating, by_group, stored, turned
+from jaxvllm.models.published.parts import (
+    Part,
+    ScaledCodes,
+    added,
+    alternating,
+    alternating_codes,
+    by_group,
+    stored,
+    turned,
+)
 from jaxvllm.models.published.shaped_part import ShapedPart
 from jaxvllm.models.tiling import Box, Fill, by_threads
 from jaxvllm.models.weight_names import Source
 
 _MOST_EXPERTS = 4096
+_NVFP4 = 40  # its number in ggml
 # Threads decode pieces of so many numbers. XLA and the system, which makes the memory for them, take most of the time.
 _PIECE = 1 << 20
 
@@ -39,6 +49,12 @@ class _StoredMatrix:
     number: int | None = None  # in the stack
     is_turned: bool = False  # the file has its matrices the other way round
     rebuilt: RebuiltTensor | None = None  # how it is made of these tensors
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that each of the tensors has in the file, if all of them make one of that shape."""
+        found = (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
+        count = len(self.names)
+        return found if count == 1 else (found[0], found[1] // count, *found[2:])
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class GgufTensors:
     values: Mapping[str, Any]  # the metadata under the architecture's name
     types: Mapping[int, BlockType]
     mapped: Mapping[Path, np.ndarray]  # u8[bytes of the file]
+    factors: Mapping[str, str]  # tensors with the factors of others, in NVFP4, by the names of these in the file
 
     @classmethod
     def of(cls, file: GgufFile) -> "GgufTensors":
@@ -63,6 +80,9 @@ class GgufTensors:
         places = _rebuilt(file, architecture)
         others = {stored_name for place in places.values() for stored_name in place.names}
         others |= {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
+        factors = _factors(file, architecture)
+        # Tokens are not rounded to NVFP4 here, for which some tensors have a scale.
+        others |= {*factors.values(), *(f"{name.removesuffix('.weight')}.input_scale" for name in factors)}
         for stored_name, tensor in file.tensors.items():
             if stored_name not in others:
                 own = _hf_name(stored_name, architecture)
@@ -86,7 +106,8 @@ class GgufTensors:
                 types[tensor.kind] = BlockType.of(tensor.kind, f"{tensor.path}: tensor {stored_name}")
         paths = {tensor.path for tensor in file.tensors.values()}
         mapped = {path: np.memmap(path, np.uint8, "r").view(np.ndarray) for path in paths}
-        return cls(file, places, _numbers(file, architecture), heads, architecture.norm_offset, values, types, mapped)
+        numbers = _numbers(file, architecture)
+        return cls(file, places, numbers, heads, architecture.norm_offset, values, types, mapped, factors)
 
     @property
     def names(self) -> set[str]:
@@ -129,24 +150,61 @@ class GgufTensors:
     def codes(self, source: Source) -> ScaledCodes | None:
         """Returns what is stored of the tensor of `source`, if that is codes and scales. Raises as `check` does.
 
-        Each matrix of a stack of experts is such a tensor. Tensors that the file has turned, other stacks, and tensors
-        that are made of others or of several are decoded.
+        Each matrix of a stack of experts is such a tensor, or the whole stack. Rows of several tensors may take turns.
+        Tensors that are made of others are decoded.
         """
         self.check(source.name, source.shape)
         place = self.places[source.name]
-        tensor = self.file.tensors[place.names[0]]
-        found = tensor.shape if place.number is None else tensor.shape[1:]
-        kind = STORED_TYPES.get(tensor.kind)
-        if kind is None or place.rebuilt is not None or place.is_turned or len(place.names) > 1:
+        if place.rebuilt is not None:
             return None
-        if found != source.shape or len(found) != 2:
+        found = [self._stored_codes(one, place.number, place.stored_shape(source.shape)) for one in place.names]
+        known = [codes for codes in found if codes is not None]
+        if len(known) < len(found):
             return None
-        size = found[0] * (row_bytes := found[1] // kind.count * kind.size)
-        start = tensor.offset + (place.number or 0) * size
-        codes = kind.part(self.mapped[tensor.path][start : start + size].reshape(-1, row_bytes))
+        if (codes := known[0] if len(known) == 1 else alternating_codes(known, axis=1)) is None:
+            return None
+        codes = codes.turned if place.is_turned else codes
         if (heads := self._turned_heads(source.name)) is None:
             return codes
-        return codes.with_rows(_halves(found[0], heads))
+        return codes.with_rows(_halves(source.shape[0], heads))
+
+    def _stored_codes(self, stored_name: str, number: int | None, shape: tuple[int, ...]) -> ScaledCodes | None:
+        """Returns what a tensor of the file, or a matrix of it, has in matrices of that shape, if that is codes."""
+        tensor = self.file.tensors[stored_name]
+        kind, found = STORED_TYPES.get(tensor.kind), tensor.shape if number is None else tensor.shape[1:]
+        if kind is None or found != shape or len(found) not in (2, 3):
+            return None
+        factors = self._factors_of(stored_name, number)
+        if (factors != factors[0]).any():
+            return None
+        rows = *found[:-1], found[-1] // kind.count * kind.size
+        start = tensor.offset + (number or 0) * math.prod(rows)
+        return kind.part(self.mapped[tensor.path][start : start + math.prod(rows)].reshape(rows), float(factors[0]))
+
+    def _factors_of(self, stored_name: str, number: int | None) -> np.ndarray:
+        """Returns by what a tensor is multiplied, or a matrix of it, or each matrix of a stack: f32[1 or matrices].
+
+        Raises ValueError if there are not as many numbers, or if one is not above 0 and finite.
+        """
+        if (name := self.factors.get(stored_name)) is None:
+            return np.ones(1, np.float32)
+        tensor, where = self.file.tensors[name], self._where(name)
+        shape = self.file.tensors[stored_name].shape
+        if tensor.shape not in ((1,), shape[:-2]):
+            raise ValueError(f"{where} has shape {tensor.shape}, and should have a factor for {stored_name}, {shape}")
+        found = values_of(tensor, where, self.types[tensor.kind], self.mapped[tensor.path])(Box.whole(tensor.shape))
+        if not (np.isfinite(found) & (found > 0)).all():
+            raise ValueError(f"{where} has factors {found[:4]}, which must be positive numbers")
+        return found if number is None or len(found) == 1 else found[number : number + 1]
+
+    def _values(self, stored_name: str, tensor: GgufTensor, number: int | None, dtype: DTypeLike) -> Part:
+        """Returns the values of a tensor of the file, whose shape `tensor` tells, or of one matrix of a stack."""
+        where, kind, mapped = self._where(stored_name), self.types[tensor.kind], self.mapped[tensor.path]
+        if stored_name not in self.factors:
+            return values_of(tensor, where, kind, mapped, number, dtype)
+        [factor] = self._factors_of(stored_name, number)
+        part = values_of(tensor, where, kind, mapped, number)
+        return lambda box: (part(box) * factor).astype(dtype)
 
     def _turned_heads(self, name: str) -> int | None:
         """Returns how many heads a tensor has whose rows are stored for a rope that turns neighbours."""
@@ -168,9 +226,7 @@ class GgufTensors:
                     f"{self.where(name)} makes {name} of shape {made.shape}, and the metadata make it {shape}"
                 )
             return fitting.part
-        expected = (*shape[:-2], shape[-1], shape[-2]) if place.is_turned else shape
-        if (count := len(place.names)) > 1:
-            expected = (expected[0], expected[1] // count, *expected[2:])
+        expected, count = place.stored_shape(shape), len(place.names)
         module, _, kind = name.rpartition(".")
         is_moved = self.norm_offset and module.endswith("norm") and kind == "weight"
         is_moved = is_moved and not module.endswith("linear_attn.norm")
@@ -190,37 +246,35 @@ class GgufTensors:
         """Returns the values of a tensor of the file, or of a matrix of it, which must have that shape."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
         found = tensor.shape if number is None else tensor.shape[1:]
-        kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
         if found != shape:
             # Axes of one element are in some files and not in others.
-            same = ShapedPart(values_of(tensor, where, kind, mapped, number, dtype), found).reshaped(shape)
+            same = ShapedPart(self._values(stored_name, tensor, number, dtype), found).reshaped(shape)
             if same is None or len(found) > 2:
                 raise ValueError(f"{where} has shape {found}, and the metadata make it {shape}")
             return same.part
         if number is not None:
-            return values_of(tensor, where, kind, mapped, number, dtype)
+            return self._values(stored_name, tensor, number, dtype)
         return self._whole(stored_name, dtype).part
 
     def _whole(self, stored_name: str, dtype: DTypeLike) -> ShapedPart:
         """Returns the values of a tensor of the file. Vectors are in float32, because more is computed with them."""
         tensor, where = self.file.tensors[stored_name], self._where(stored_name)
-        kind, mapped = self.types[tensor.kind], self.mapped[tensor.path]
         if len(tensor.shape) > 3 or tensor.shape[1:-1] == (1,):  # convolutions, and heads, with axes of one element
             shape = (*(size for size in tensor.shape[:-1] if size != 1), tensor.shape[-1])
             tensor = replace(tensor, shape=shape)
         if len(tensor.shape) < 3:
             exact = np.float32 if len(tensor.shape) == 1 else dtype
-            return ShapedPart(values_of(tensor, where, kind, mapped, dtype=exact), tensor.shape)
+            return ShapedPart(self._values(stored_name, tensor, None, exact), tensor.shape)
         if len(tensor.shape) > 3 or tensor.shape[0] > _MOST_EXPERTS:
             raise ValueError(f"{where} has shape {tensor.shape}: stacks have {_MOST_EXPERTS} matrices at most")
-        values_of(tensor, where, kind, mapped, 0, dtype)  # which checks the whole tensor
+        self._values(stored_name, tensor, 0, dtype)  # which checks the whole tensor
 
         # Matrices are looked at when they are read: of the two stacks of 128 in a layer of DeepSeek V3, 256 arrays are
         # made, and looking at all of them for each array took 0.3 s of CPU.
         def values(box: Box) -> np.ndarray:
             (first, *start), (_, *rest) = box.start, box.shape
             own = Box(tuple(start), tuple(rest))
-            matrices = (values_of(tensor, where, kind, mapped, number, dtype) for number in range(first, box.stop[0]))
+            matrices = (self._values(stored_name, tensor, number, dtype) for number in range(first, box.stop[0]))
             return np.stack([matrix(own) for matrix in matrices])
 
         return ShapedPart(values, tensor.shape)
@@ -299,6 +353,19 @@ def _rebuilt(file: GgufFile, architecture: GgufArchitecture) -> dict[str, _Store
             names = tuple(f"blk.{number}.{own}" for own in tensor.names)
             if all(name in file.tensors for name in names):
                 found[f"{architecture.prefix}layers.{number}.{end}"] = _StoredMatrix(names, rebuilt=tensor)
+    return found
+
+
+def _factors(file: GgufFile, architecture: GgufArchitecture) -> dict[str, str]:
+    """Returns the tensors that have the factors of those in NVFP4, by the names of these.
+
+    A stack has one for each of its matrices. Gemma 4 has scales of its experts by the same name.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in file.tensors.items():
+        factor = f"{name.removesuffix('.weight')}.scale"
+        if tensor.kind == _NVFP4 and factor in file.tensors and factor.split(".", 2)[-1] not in architecture.tensors:
+            found[name] = factor
     return found
 
 

@@ -44,9 +44,8 @@ class Gptq(Encoding):
         return cls(bits, group_size(settings), 1 if version == "gptq" else 0, is_in_order)
 
     def usual(self, storage: Storage) -> StoredAs | None:
-        if self.group_size is not None and not self.is_in_order:
-            return None
-        return StoredAs(INT8 if self.bits == 8 else UINT4, self.group_size, "float16", has_zeros=True)
+        code, is_sorted = INT8 if self.bits == 8 else UINT4, self.group_size is not None and not self.is_in_order
+        return StoredAs(code, self.group_size, "float16", has_zeros=True, is_sorted=is_sorted)
 
     @property
     def ends(self) -> Mapping[str, str]:

@@ -12,10 +12,21 @@ from jaxvllm.models.hf_config import HfConfig
 from jaxvllm.models.published.encoding import FP8, Encoding
 from jaxvllm.models.published.mxfp4 import STORED_MXFP4, STORED_MXFP8, fp4_pairs, mxfp_part
 from jaxvllm.models.published.nvfp4 import BYTES, GROUP, STORED_NVFP4
-from jaxvllm.models.published.parts import Part, added, bit_fields, by_group, integers, scaled, stored, unpacked
+from jaxvllm.models.published.parts import (
+    Codes,
+    Part,
+    ScaledCodes,
+    added,
+    bit_fields,
+    by_group,
+    integers,
+    scaled,
+    stored,
+    unpacked,
+)
 from jaxvllm.models.safetensors_files import DTYPES, WeightFiles
+from pallas_kernels.quantized_matmul.code import UINT4, UINT5, UINT6, UINT8, Code
 
-BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (32, 64, 128)
 # The bits, the groups, and how matrices are stored, of the modes other than affine.
 FLOATS: Mapping[str, tuple[int, int, StoredAs]] = {
@@ -23,6 +34,9 @@ FLOATS: Mapping[str, tuple[int, int, StoredAs]] = {
     "mxfp8": (8, 32, STORED_MXFP8),
     "nvfp4": (4, 16, STORED_NVFP4),
 }
+# Integers of two and three bits are held in four, because no form has fewer.
+_CODES: Mapping[int, Code] = {2: UINT4, 3: UINT4, 4: UINT4, 5: UINT5, 6: UINT6, 8: UINT8}
+BITS = tuple(_CODES)
 _WORDS: Mapping[str, np.dtype] = {"U32": np.dtype(np.uint32)}
 _NUMBERS: Mapping[int, np.dtype] = {4: np.dtype(np.uint8), 8: FP8["F8_E4M3"]}  # how words of so many bits are read
 _OF_NVFP4: Mapping[str, np.dtype] = {"U8": FP8["F8_E4M3"]}
@@ -36,10 +50,10 @@ class Mlx(Encoding):
     for most: the shapes of the tensors say them as well. In modes other than affine q has floating-point numbers, s has
     bytes, and there is no b. The layout is that of mlx-lm (`utils.py`) and of `mlx.core.quantize`.
 
-    first: how most layers are stored, if not as integers
+    first: how most matrices are stored
     """
 
-    first: StoredAs | None = None
+    first: StoredAs
 
     @classmethod
     def read(cls, settings: HfConfig) -> Self:
@@ -55,11 +69,18 @@ class Mlx(Encoding):
                 if of_layer.integer(key, default) not in known:
                     allowed = ", ".join(map(str, known))
                     raise ValueError(f"config {key} of MLX must be one of {allowed} in mode {mode}, not {layer[key]}")
-        found = FLOATS.get(str(settings.values.get("mode")))
-        return cls(None if found is None else found[2])
+        if (found := FLOATS.get(str(settings.values.get("mode")))) is not None:
+            return cls(found[2])
+        code, group = _CODES[settings.integer("bits", 4)], settings.integer("group_size", 64)
+        # Numbers of groups have the model's dtype, which is bfloat16 or float16 in nearly all checkpoints.
+        return cls(StoredAs(code, group, "bfloat16", has_mins=True))
 
     def usual(self, storage: Storage) -> StoredAs | None:
         return self.first
+
+    @property
+    def has_tables(self) -> bool:
+        return True
 
     @property
     def ends(self) -> Mapping[str, str]:
@@ -96,8 +117,18 @@ class Mlx(Encoding):
             (rows, columns // group): group for group in GROUPS if columns % group == 0
         }
         group = grids.get(scales.shape, GROUPS[0]) if scales is not None else GROUPS[0]
-        parts = (files.tensor(f"{base}.{part}", (rows, columns // group), DTYPES) for part in ("scales", "biases"))
-        scale, bias = (by_group(stored(part), (1, group)) for part in parts)
-        bytes_of = words.view(np.uint8)
-        codes = unpacked(bytes_of, integers(bits)) if 8 % bits == 0 else bit_fields(bytes_of, bits)
-        return added(scaled(codes, scale), bias)
+        grid = rows, columns // group
+        scale, bias = (files.tensor(f"{base}.{part}", grid, DTYPES) for part in ("scales", "biases"))
+        codes, of_groups = _integers(words.view(np.uint8), bits), by_group(stored(scale), (1, group))
+        if scale.dtype != bias.dtype:  # forms hold both in one dtype
+            return added(scaled(codes, of_groups), by_group(stored(bias), (1, group)))
+        return ScaledCodes(codes, of_groups, None, mins=by_group(stored(bias), (1, group), -1))
+
+
+def _integers(data: np.ndarray, bits: int) -> Codes:
+    """Returns the integers that rows of bytes hold."""
+    if 8 % bits:
+        return bit_fields(data, bits)
+    found = stored(data) if bits == 8 else unpacked(data, integers(bits))
+    assert isinstance(found, Codes), bits
+    return found

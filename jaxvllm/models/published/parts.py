@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxvllm.models.tiling import Box
-from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, INT8, UINT4, Code
+from pallas_kernels.quantized_matmul.code import BYTES, E4M3, FLOAT4, FP4, INT8, NF4, UINT4, UINT5, UINT6, Code
 
 # Returns the values of a box of a matrix: a new array f32 of the shape of the box.
 Part = Callable[[Box], np.ndarray]
@@ -27,6 +27,17 @@ class Stored:
     def __call__(self, box: Box) -> np.ndarray:
         part = self.array[box.index((0,) * self.array.ndim)]
         return _looked_up(part, _bytes_of(self.array.dtype)) if self.array.itemsize == 1 else part.astype(np.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Typed:
+    """Values that `dtype` holds as they are, as if an array of it had them."""
+
+    part: Part
+    dtype: str
+
+    def __call__(self, box: Box) -> np.ndarray:
+        return self.part(box)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +74,7 @@ class ByGroup:
     @property
     def dtype(self) -> str:
         """The dtype that holds all values of `part`."""
-        if self.part_is_e4m3:
-            return E4M3.name
-        return self.part.array.dtype.name if isinstance(self.part, Stored) else "float32"
-
-    @property
-    def part_is_e4m3(self) -> bool:
-        """Whether the values of `part` are numbers of E4M3 as they are stored."""
-        return isinstance(self.part, Codes) and self.part.code == E4M3 and not self.part.added
+        return _dtype_of(self.part)
 
     def __call__(self, box: Box) -> np.ndarray:
         start, shape, places = list(box.start), list(box.shape), []
@@ -120,6 +124,27 @@ class ScaledCodes:
     def span_along(self, axis: int) -> int | None:
         """Returns how many elements in a row have one factor, or None if that differs, or there are no factors."""
         return None if self.factors is None else self._size_along(axis, self.factors, self.min_factors)
+
+    def sorted_along(self, axis: int) -> "tuple[np.ndarray, ScaledCodes] | None":
+        """Returns an order of the elements in which those of a group follow each other, and the matrix in that order.
+
+        Returns None where groups are not told element by element, or have several sizes. The last may be smaller.
+        """
+        groups = self.scales.groups[axis]
+        zeros = groups if self.zeros is None else self.zeros.groups[axis]
+        has_others = any(one is not None for one in (self.factors, self.mins))
+        if isinstance(groups, int) or has_others or not np.array_equal(zeros, groups):
+            return None
+        order, size = np.argsort(groups, stable=True), int(np.count_nonzero(groups == 0))
+        if not size or not np.array_equal(groups[order], np.arange(len(order)) // size):
+            return None
+
+        def along(values: Sequence[int | np.ndarray], of_axis: int | np.ndarray) -> Sized:
+            return *values[:axis], of_axis, *values[axis + 1 :]
+
+        read = by_group(self.codes.read, along([1] * len(self.scales.groups), order))
+        codes = Codes(self.codes.code, read, self.codes.added)
+        return order, self._mapped(codes, lambda values: replace(values, groups=along(values.groups, size)))
 
     def with_rows(self, rows: np.ndarray) -> "ScaledCodes":
         """Returns the matrix whose rows are these rows of this one."""
@@ -175,8 +200,10 @@ def unpacked(words: np.ndarray, table: np.ndarray, order: Sequence[int] = ()) ->
         if bits == 8:
             return Codes(INT8, _elements(words, (bytes_ - 128).astype(np.int8), order), added + 128)
         return Codes(UINT4, _elements(words, bytes_.astype(np.uint8), order), added)
-    if bits == 4 and np.array_equal(table, FLOAT4.table[bytes_]):
-        return Codes(FLOAT4, _elements(words, bytes_.astype(np.uint8), order))
+    for code in (FLOAT4, NF4, FP4) if bits == 4 else ():
+        for halves in (bytes_, bytes_[:, ::-1]):
+            if np.array_equal(table, code.table[halves]):
+                return Codes(code, _elements(words, halves.astype(np.uint8), order))
     return _elements(words, table, order)
 
 
@@ -197,11 +224,12 @@ def _elements(words: np.ndarray, table: np.ndarray, order: Sequence[int]) -> Par
     return values
 
 
-def bit_fields(data: np.ndarray, bits: int) -> Part:
+def bit_fields(data: np.ndarray, bits: int) -> Codes:
     """Returns the unsigned integers of `bits` bits that u8[.., bytes] has in each row, lowest bits first, without gaps.
 
-    Bits of one integer may lie in two bytes. `bits` is at most 8.
+    Bits of one integer may lie in two bytes. `bits` is at most 6.
     """
+    code = UINT4 if bits <= UINT4.bits else {5: UINT5, 6: UINT6}[bits]
     size = math.lcm(8, bits) // 8  # so many bytes hold a whole number of integers
     count = 8 * size // bits
     shifts = np.arange(count, dtype=np.uint64) * np.uint64(bits)
@@ -214,9 +242,9 @@ def bit_fields(data: np.ndarray, bits: int) -> Part:
         whole = sum((parts[..., i] << np.uint64(8 * i) for i in range(1, size)), parts[..., 0])
         found = ((whole[..., None] >> shifts) & np.uint64(2**bits - 1)).reshape(*shape, -1)
         skipped = first - begin * count
-        return found[..., skipped : skipped + wanted].astype(np.float32)
+        return found[..., skipped : skipped + wanted].astype(np.uint8)
 
-    return values
+    return Codes(code, values)
 
 
 def integers(bits: int, added: int = 0) -> np.ndarray:
@@ -231,6 +259,8 @@ def turned(part: Part) -> Part:
         return part.turned
     if isinstance(part, Stored):
         return Stored(part.array.swapaxes(-1, -2))
+    if isinstance(part, Typed):
+        return Typed(turned(part.part), part.dtype)
     return lambda box: part(Box(_swapped(box.start), _swapped(box.shape))).swapaxes(-1, -2)
 
 
@@ -247,10 +277,30 @@ def in_rows(flat: Part, columns: int) -> Part:
 
 def alternating(parts: Sequence[Part], axis: int) -> Part:
     """Returns values of which each part has every so many along an axis, in turn."""
+    return _in_turn(parts, axis, np.dtype(np.float32))
+
+
+def alternating_codes(parts: Sequence[ScaledCodes], axis: int) -> ScaledCodes | None:
+    """Returns the same of codes and scales, or None if parts have them in different ways, or more than these."""
+    first = parts[0]
+    if any((one.factors, one.mins, one.zeros, one.input_scale) != (None,) * 4 for one in parts):
+        return None
+    kinds = {(one.codes.code, one.codes.added, one.scales.dtype, one.scales.factor, one.scales.groups) for one in parts}
+    if len(kinds) > 1 or first.scales.groups[axis] != 1:
+        return None
+    code, scales = first.codes.code, first.scales
+    codes = _in_turn([one.codes.read for one in parts], axis, np.dtype(code.dtype))
+    of_groups = _in_turn([one.scales.part for one in parts], axis, np.dtype(np.float32))
+    return ScaledCodes(
+        Codes(code, codes, first.codes.added), replace(scales, part=Typed(of_groups, scales.dtype)), None
+    )
+
+
+def _in_turn(parts: Sequence[Part], axis: int, dtype: np.dtype) -> Part:
     count = len(parts)
 
     def values(box: Box) -> np.ndarray:
-        out = np.empty(box.shape, np.float32)
+        out = np.empty(box.shape, dtype)
         for number, part in enumerate(parts):
             # The elements of this part that the box has.
             first, stop = (-(-(end - number) // count) for end in (box.start[axis], box.stop[axis]))
@@ -293,6 +343,16 @@ def _scaled(values: Part, scales: Part, zeros: Part | None, box: Box) -> np.ndar
         found -= zeros(box)
     found *= scales(box)
     return found
+
+
+def _dtype_of(part: Part) -> str:
+    if isinstance(part, Typed):
+        return part.dtype
+    if isinstance(part, Codes) and part.code == E4M3 and not part.added:
+        return E4M3.name
+    if isinstance(part, ByGroup) and part.factor == 1:
+        return _dtype_of(part.part)
+    return part.array.dtype.name if isinstance(part, Stored) else "float32"
 
 
 def _bytes_of(dtype: np.dtype) -> np.ndarray:

@@ -37,12 +37,39 @@ class StoredCodes:
 
         The groups are those of our matrix: each has consecutive elements of a row, of which the last may have fewer.
         """
+        if (found := self._in_order) is not None:
+            _, in_order = found
+            way = in_order.stored_as(inputs)
+            return replace(way, is_sorted=True) if isinstance(way, StoredAs) else None
         ways = [_stored_as(source, codes, inputs) for source, codes in self.parts]
         return joined(ways, inputs) or _segments([source for source, _ in self.parts], ways, inputs)
 
     @property
+    def _in_order(self) -> "tuple[np.ndarray, StoredCodes] | None":
+        """An order of the inputs in which those of a group follow each other, and the parts in that order.
+
+        None where they do so already, and where the parts have no order in common.
+        """
+        found: list[tuple[np.ndarray, tuple[Source, ScaledCodes]]] = []
+        for source, codes in self.parts:
+            place = _place_of_inputs(source)
+            is_whole = place is not None and source.shape[place.axis] == source.view[-1] and not source.at[-1]
+            in_order = codes.sorted_along(place.axis) if place is not None and is_whole else None
+            if in_order is None or (found and not np.array_equal(found[0][0], in_order[0])):
+                return None
+            found.append((in_order[0], (source, in_order[1])))
+        return found[0][0], StoredCodes(tuple(part for _, part in found))
+
+    @property
     def elements(self) -> Elements:
         """The functions that fill parts of our matrix with what is stored of its elements."""
+        if (found := self._in_order) is not None:
+            order, in_order = found
+
+            def of_inputs(out: np.ndarray, start: tuple[int, ...]) -> None:
+                out[...] = order[start[0] : start[0] + len(out)]
+
+            return replace(in_order.elements, order=of_inputs)
 
         def fill(part_of: Callable[[ScaledCodes], Part | None]) -> Fill:
             found = [(source, part) for source, codes in self.parts if (part := part_of(codes)) is not None]
@@ -127,7 +154,7 @@ def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
     known = [way for way in found if way is not None]
     if not known or len(known) < len(found):
         return None
-    if len({(way.code, way.span is None, way.has_mins) for way in known}) > 1:
+    if len({(way.code, way.span is None, way.has_mins, way.is_sorted) for way in known}) > 1:
         return None
     groups, dtypes = {way.group for way in known}, {way.scale_dtype for way in known}
     supers = [way.span for way in known if way.span is not None]
@@ -139,6 +166,7 @@ def joined(ways: Iterable[StoredAs | None], inputs: int) -> StoredAs | None:
         span=math.gcd(*supers) if supers else None,
         has_mins=known[0].has_mins,
         has_input_scale=all(way.has_input_scale for way in known),
+        is_sorted=known[0].is_sorted,
     )
 
 
@@ -160,6 +188,24 @@ def _segments(sources: Sequence[Source], ways: Sequence[StoredAs | None], inputs
     return Segments(axis, tuple(found))
 
 
+@dataclass(frozen=True)
+class _PlaceOfInputs:
+    """The axis of a tensor that our matrix has as its inputs, and what `Source.steps` says of all axes."""
+
+    axis: int
+    start: tuple[int, ...]
+    steps: tuple[tuple[int, ...], ...]
+
+
+def _place_of_inputs(source: Source) -> _PlaceOfInputs | None:
+    """Returns where the inputs of our matrix are in the tensor, or None if they do not follow each other there."""
+    start, steps = source.steps()
+    along = [axis for axis, step in enumerate(steps) if step[-1]]
+    if len(along) != 1 or steps[along[0]][-1] != 1:
+        return None
+    return _PlaceOfInputs(along[0], start, steps)
+
+
 def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | None:
     """Returns how the part of our matrix is stored that `source` tells."""
     code, added = codes.codes.code, codes.codes.added
@@ -167,16 +213,15 @@ def _stored_as(source: Source, codes: ScaledCodes, inputs: int) -> StoredAs | No
     has_zeros = not has_mins and (codes.zeros is not None or -added != code.zero)
     if has_zeros and code.name.startswith("float"):
         return None
-    start, steps = source.steps()
-    along = [axis for axis, step in enumerate(steps) if step[-1]]
-    if len(along) != 1 or steps[along[0]][-1] != 1:
+    if (place := _place_of_inputs(source)) is None:
         return None
-    [axis] = along
+    axis, start, steps = place.axis, place.start, place.steps
     if (size := codes.group_along(axis)) is None:
         return None
     options: dict[str, Any] = {"has_zeros": has_zeros, "has_mins": has_mins}
     is_e4m3 = codes.scales.dtype == E4M3.name
-    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3:
+    # No form has one minimum for a whole row.
+    if size >= source.shape[axis] and source.view[-1] == inputs and not is_e4m3 and not has_mins:
         return StoredAs(code, None, codes.scales.dtype, **options, has_input_scale=codes.input_scale is not None)
     moves = [step for step, count in zip(steps[axis][:-1], source.view[:-1], strict=True) if count > 1]
     # After the last tensor of a row, nothing begins within a group.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pallas_kernels.quantized_matmul.code import Code
 from tests.models.fixture import Fixture
 from tests.models.published.written import check_model, check_values, encoded, write_tensors
 
@@ -15,11 +16,13 @@ FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 EIGHT = {"load_in_8bit": True}  # as old checkpoints state it
 
 
-def four_bits(shape: tuple[int, int], *, nested: bool, kind: str = "nf4") -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The stored tensors of a matrix, and its values, one block after another."""
+def four_bits(
+    shape: tuple[int, int], *, nested: bool, kind: str = "nf4", code: Code | None = None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The stored tensors of a matrix, and its values, one block after another, by the table of `code` or any."""
     size = shape[0] * shape[1]
     stream = np.random.default_rng(size)
-    table = np.sort(stream.uniform(-1, 1, 16)).astype(np.float32)
+    table = code.table[:16] if code is not None else np.sort(stream.uniform(-1, 1, 16)).astype(np.float32)
     codes = stream.integers(0, 16, size + size % 2).astype(np.uint8)
     count = -(-size // 64)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}

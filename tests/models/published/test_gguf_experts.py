@@ -1,4 +1,4 @@
-"""Experts of GGUF files in K-quants are kept, and mean what the package gguf makes of their blocks in NumPy."""
+"""Experts of GGUF files in K-quants and MXFP4 are kept, and mean what the package gguf makes of their blocks."""
 
 from pathlib import Path
 
@@ -16,15 +16,16 @@ from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_groups import CpuGroups
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
-from tests.gguf_files import write_gguf
+from tests.gguf_files import gpt_oss_in_file, sized, write_gguf
 from tests.models.dense import dense_logits
-from tests.models.published import test_gguf_codes
-from tests.models.published.test_stored_bits import kept, load, values
-from tests.models.published.written import write_model
+from tests.models.published import test_gguf_codes, test_stored_bits
+from tests.models.published.test_mxfp4 import gpt_oss
+from tests.models.published.test_stored_bits import check_panels, kept, load, values
+from tests.models.published.written import resized, write_model
 
 CONFIG = qwen3_moe(3, 256, 256, 4, 2, 4, 2, 64, 64, max_position_embeddings=64, rope_theta=1e4, torch_dtype="float32")
 # Of each layer: gates, features, and what takes them back. The last layer has gates and features of two kinds.
-KINDS = ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), (Kind.Q5_K, Kind.Q5_K, Kind.Q2_K), (Kind.Q3_K, Kind.Q4_K, Kind.Q3_K))
+KINDS = ((Kind.Q4_K, Kind.Q4_K, Kind.Q6_K), (Kind.Q5_K, Kind.Q5_K, Kind.Q2_K), (Kind.Q3_K, Kind.Q4_K, Kind.IQ4_XS))
 BY_TILE = Forms(stored=FewBitsForms(by_tile=True))
 BY_KERNEL = Forms(stored=FewBitsForms(Backend("cpu", host_chip()), True))
 
@@ -76,3 +77,41 @@ def test_devices_share_experts_in_k_quants_out(models: tuple[Path, Path]) -> Non
         jax.tree.map(test_gguf_codes.decoded, params, is_leaf=lambda node: isinstance(node, Matrix)),
         jax.tree.map(np.asarray, load(plain, Forms(), size=2)),
     )
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_kept(tmp_path: Path) -> None:
+    """Gates and features are tensors of their own in the file, whose rows take turns in those of Hugging Face."""
+    fixture, path = resized(gpt_oss(), {72: 96, 24: 32}, head_dim=16), tmp_path / "model.gguf"
+    config = sized(fixture) | {"rope_theta": 5000.0, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    weights = gpt_oss_in_file(fixture.weights())
+    write_gguf(path, config, weights, lambda name: Kind.MXFP4 if name.endswith("_exps.weight") else Kind.F32)
+    for size in (1, 2):
+        params = load(path, size=size)
+        assert kept(params) == {"experts_gate_up", "experts_down"}
+        assert params["layers"][0]["experts_gate_up"].arrays["scales"].dtype == np.uint8
+        chex.assert_trees_all_equal(
+            test_stored_bits.decoded(params), test_stored_bits.decoded(load(path, Forms(), size))
+        )
+    check_panels(path)
+
+
+def test_tensors_in_nvfp4_are_multiplied_by_their_factors(tmp_path: Path) -> None:
+    config = CONFIG | {"num_hidden_layers": 1}
+    factors = {"blk.0.attn_output": [0.25], "blk.0.ffn_down_exps": [0.5, 2.0, 1.0, 3.0]}
+    extra = {f"{name}.scale": np.array(values, np.float32) for name, values in factors.items()}
+    extra["blk.0.ffn_down_exps.input_scale"] = np.ones(4, np.float32)
+    stored = write_gguf(
+        tmp_path / "model.gguf",
+        config,
+        dict(random_weights(config)),
+        lambda name: Kind.NVFP4 if name.removesuffix(".weight") in factors else Kind.F32,
+        extra=extra,
+    )
+    stored["model.layers.0.self_attn.o_proj.weight"] *= np.float32(0.25)
+    for number, factor in enumerate(factors["blk.0.ffn_down_exps"]):
+        stored[f"model.layers.0.mlp.experts.{number}.down_proj.weight"] *= np.float32(factor)
+    expected = test_stored_bits.decoded(load(write_model(tmp_path / "plain", config, stored), Forms()))
+    for forms in (Forms(), BY_TILE, BY_KERNEL):
+        params = load(tmp_path / "model.gguf", forms)
+        assert kept(params) == ({"o", "experts_down"} if forms.stored else set())
+        chex.assert_trees_all_equal(test_stored_bits.decoded(params), expected)

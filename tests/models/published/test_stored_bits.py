@@ -21,7 +21,7 @@ from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
 from jaxvllm.models.forms.cpu_float8 import CpuFloat8
-from jaxvllm.models.forms.cpu_groups import CpuGroups
+from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Experts
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
@@ -49,7 +49,7 @@ from tests.pallas_kernels.code_panels import matrix, rounded
 
 TILES = Forms(stored=FewBitsForms(by_tile=True))
 ROWS = Forms(stored=FewBitsForms())
-PANELS = Forms(stored=FewBitsForms(Backend("cpu", host_chip())))
+PANELS = Forms(stored=FewBitsForms(Backend("cpu", host_chip()), by_tile=True))
 
 
 def load(directory: Path, forms: Forms = TILES, size: int = 1, **options: Any) -> Any:
@@ -66,14 +66,15 @@ def values(node: Any) -> np.ndarray:
     if not isinstance(node, Matrix):
         return np.asarray(node, np.float32)
     arrays = {name: np.asarray(array) for name, array in node.arrays.items()}
-    if isinstance(node.form, ScaledRows):
+    form = node.form.groups if isinstance(node.form, CodeTable) else node.form
+    if isinstance(form, ScaledRows):
         return arrays["values"].astype(np.float32) * arrays["scales"][..., None]
-    if isinstance(node.form, CpuGroups):
+    if isinstance(form, CpuGroups):
         *others, blocks, _, depth = arrays["codes"].shape
-        per_byte = 1 if node.form.stored.code.bits == 8 else 2
-        panels = node.form.panels(inputs := blocks * depth * per_byte)  # which are whole blocks
-        assert tuple(others[:-1]) == node.form.outs[:-1]
-        return matrix(panels, arrays, node.form.outs[-1], inputs).astype(np.float32)
+        per_byte = 1 if form.stored.code.bits == 8 else 2
+        panels = form.panels(inputs := blocks * depth * per_byte)  # which are whole blocks
+        assert tuple(others[:-1]) == form.outs[:-1]
+        return matrix(panels, arrays, form.outs[-1], inputs).astype(np.float32)
     assert isinstance(node.form, ScaledGroups)
     code, codes = node.form.code, arrays["codes"]
     if code.per_byte == 2:
@@ -342,14 +343,6 @@ def test_the_tiles_of_a_matrix_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not zeros.any() and made == sources + [replace(one, shape=(6, 2), view=(1, 6, 2)) for one in sources]
 
 
-def test_groups_in_no_order_are_decoded(tmp_path: Path) -> None:
-    def parts(shape: tuple[int, int], seed: int) -> dict[str, np.ndarray]:
-        usual = gptq(shape, seed)
-        return usual | {"g_idx": np.random.default_rng(seed).permutation(usual["g_idx"])}
-
-    assert not kept(load(of_projections(tmp_path, qwen(), CASES["gptq"][0], parts)))
-
-
 def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
     settings, parts, _ = CASES["gptq"]
 
@@ -526,13 +519,6 @@ def test_scales_of_padding_are_finite():
     scales = np.full((8, 2), 255, np.uint8)
     form.fills(matrix, few_bits.Elements(nothing, nothing, nothing, nothing))["scales"](scales, (0, 0))
     assert np.isfinite(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)).all()
-
-
-def test_groups_in_no_order_are_planned_as_decoded():
-    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
-    for changes, is_kept in (({}, True), ({"desc_act": True}, False), ({"desc_act": True, "group_size": -1}, True)):
-        encoding = published_encoding({"quantization_config": settings | changes})
-        assert encoding is not None and (encoding.usual("matrix") is not None) == is_kept
 
 
 def test_a_plan_counts_what_is_kept(tmp_path: Path) -> None:
