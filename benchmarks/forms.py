@@ -2,16 +2,18 @@
 
 A layer's matrix is multiplied as an engine would: out of a list of layers, so many that none stays in the caches, each
 in turn. The forms take turns, so that they see the same machine. Beside the time stands the speed at which the bytes of
-the matrix went by, and the speed of a copy of as many bytes. It prints a table and writes
-benchmarks/results/forms-DATE-COMMIT.json.
+the matrix went by, and its share of the speed at which a thread on each core reads and does no more, which takes a turn
+of its own in each round. It prints a table and writes benchmarks/results/forms-DATE-COMMIT.json.
 
     python -m benchmarks.forms [--rounds 15]
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,18 +26,25 @@ from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN
 from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
+from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Form
 from jaxvllm.models.forms.packed import Packed
 from jaxvllm.models.forms.scaled_rows import int8_form
+from jaxvllm.models.large_pages import kept_zeros
 from jaxvllm.models.ops import OneOf, project
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
+from pallas_kernels.quantized_matmul.code import UINT4, UINT6
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, place
 
 ROWS = (1, 2, 4, 16, 64)
-OUT, IN, NUM_LAYERS = 6144, 1024, 12
+OUT, IN, NUM_LAYERS = 6144, 1024, 24
+# Blocks of 256 inputs, whose groups of 32 have a scale and a minimum, or of 16 a scale.
+Q4_K = StoredAs(UINT4, 32, "int8", span=256, has_mins=True)
+Q6_K = StoredAs(UINT6, 16, "int8", span=256)
 
 
 @dataclass(frozen=True)
@@ -90,16 +99,20 @@ def seconds(run: Callable[[], jax.Array]) -> float:
     return time.perf_counter() - start
 
 
-def copy_speed() -> float:
-    """Returns the gigabytes per second that a copy reads, of as much as the matrices of all layers are in float32."""
-    source = np.ones(NUM_LAYERS * OUT * IN, np.float32)
-    into = np.empty_like(source)
-    times = []
-    for _ in range(5):
+class Reading:
+    """Reads memory, a part of it on each core, and does no more with it than NumPy's quickest reduction."""
+
+    def __init__(self, num_bytes: int):
+        num_threads = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(num_threads)
+        memory = kept_zeros((num_bytes,), np.dtype(np.uint8))  # in large pages, as weights are
+        memory[...] = 1
+        self._parts = np.array_split(memory, num_threads)
+
+    def gigabytes_per_second(self) -> float:
         start = time.perf_counter()
-        np.copyto(into, source)
-        times.append(time.perf_counter() - start)
-    return source.nbytes / min(times) / 1e9
+        list(self._threads.map(np.bitwise_or.reduce, self._parts))
+        return sum(len(part) for part in self._parts) / (time.perf_counter() - start) / 1e9
 
 
 def main() -> None:
@@ -118,36 +131,45 @@ def main() -> None:
         Contender("int8, our kernel, bfloat16 rows", int8_form(chip), "bfloat16"),
         Contender("int8 in panels, rounded rows", integers.named("int8"), "float32"),
         Contender("int4 in panels, rounded rows", integers.named("int4"), "float32"),
+        Contender("int4_g32 in panels, rounded rows", integers.named("int4_g32"), "float32"),
+        Contender("Q4_K in panels, rounded rows", CpuGroups(Q4_K, Q4_K.group, chip), "float32"),
+        Contender("Q6_K in panels, rounded rows", CpuGroups(Q6_K, Q6_K.group, chip), "float32"),
     )
     kept = {one.name: one.matrices() for one in contenders}
     num_bytes = {
         name: sum(array.nbytes for array in jax.tree.leaves(matrices)) // NUM_LAYERS for name, matrices in kept.items()
     }
-    results = []
+    reading = Reading(OUT * IN * NUM_LAYERS)
+    results, reads = [], []
     for rows in ROWS:
         runs = {
             one.name: partial(jax.jit(through_all), kept[one.name], jnp.ones((rows, IN), one.dtype))
             for one in contenders
         }
         times: dict[str, list[float]] = {name: [] for name in runs}
+        speeds: list[float] = []
         for round_ in range(args.rounds + 1):
+            speeds.append(reading.gigabytes_per_second())
             for name, run in runs.items():
                 took = seconds(run)
                 if round_:
                     times[name].append(1000 * took / NUM_LAYERS)
         results += [Measured(name, rows, num_bytes[name], tuple(ms)) for name, ms in times.items()]
-    copy = copy_speed()
-    print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}, a copy reads {copy:.1f} GB/s")
+        reads.append({"rows": rows, "gigabytes_per_second": speeds[1:]})
+    of_reading = {one["rows"]: statistics.median(one["gigabytes_per_second"]) for one in reads}
+    print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}")
+    print("reading alone:", ", ".join(f"{speed:.1f} GB/s beside {rows} rows" for rows, speed in of_reading.items()))
     print(f"milliseconds of a product with a matrix of {OUT} by {IN}, median (range) of {args.rounds}\n")
-    print("| form | rows | ms | GB/s of the matrix |")
-    print("|---|---|---|---|")
+    print("| form | rows | ms | GB/s of the matrix | of reading alone |")
+    print("|---|---|---|---|---|")
     for one in results:
-        print(f"| {one.name} | {one.rows} | {spread(one.ms, 3)} | {one.gigabytes_per_second:.1f} |")
+        speed = one.gigabytes_per_second
+        print(f"| {one.name} | {one.rows} | {spread(one.ms, 3)} | {speed:.1f} | {speed / of_reading[one.rows]:.2f} |")
     record = {
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
         "matrix": [OUT, IN],
         "layers": NUM_LAYERS,
-        "copy_gigabytes_per_second": copy,
+        "reading_alone": reads,
         "results": [asdict(one) | {"ms_median": statistics.median(one.ms)} for one in results],
     }
     path = write_record("forms", device, record)
