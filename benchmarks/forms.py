@@ -140,23 +140,22 @@ def main() -> None:
         name: sum(array.nbytes for array in jax.tree.leaves(matrices)) // NUM_LAYERS for name, matrices in kept.items()
     }
     reading = Reading(OUT * IN * NUM_LAYERS)
-    results, reads = [], []
+    results, reads = [], dict[int, list[float]]()
     for rows in ROWS:
         runs = {
             one.name: partial(jax.jit(through_all), kept[one.name], jnp.ones((rows, IN), one.dtype))
             for one in contenders
         }
         times: dict[str, list[float]] = {name: [] for name in runs}
-        speeds: list[float] = []
+        reads[rows] = []
         for round_ in range(args.rounds + 1):
-            speeds.append(reading.gigabytes_per_second())
+            reads[rows].append(reading.gigabytes_per_second())
             for name, run in runs.items():
                 took = seconds(run)
                 if round_:
                     times[name].append(1000 * took / NUM_LAYERS)
         results += [Measured(name, rows, num_bytes[name], tuple(ms)) for name, ms in times.items()]
-        reads.append({"rows": rows, "gigabytes_per_second": speeds[1:]})
-    of_reading = {one["rows"]: statistics.median(one["gigabytes_per_second"]) for one in reads}
+    of_reading = {rows: statistics.median(speeds) for rows, speeds in reads.items()}
     print(f"{device['cpu']}, load average {device['load_average_at_start']:.2f}")
     print("reading alone:", ", ".join(f"{speed:.1f} GB/s beside {rows} rows" for rows, speed in of_reading.items()))
     print(f"milliseconds of a product with a matrix of {OUT} by {IN}, median (range) of {args.rounds}\n")
@@ -169,7 +168,7 @@ def main() -> None:
         "versions": {"jax": jax.__version__, "numpy": np.__version__},
         "matrix": [OUT, IN],
         "layers": NUM_LAYERS,
-        "reading_alone": reads,
+        "reading_alone_gigabytes_per_second": reads,
         "results": [asdict(one) | {"ms_median": statistics.median(one.ms)} for one in results],
     }
     path = write_record("forms", device, record)
