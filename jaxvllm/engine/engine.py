@@ -37,6 +37,7 @@ from jaxvllm.engine.rounds import Rounds
 from jaxvllm.engine.router import Router
 from jaxvllm.engine.startup import StartupReport
 from jaxvllm.engine.stats import EngineStats, StepReport
+from jaxvllm.engine.turns import POLL_SECONDS, Turns
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.logits_processors import LogitsProcessor
 from jaxvllm.runtime.runner import Runner
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
     from jaxvllm.grammar.constraint import CompiledGrammar
 
 logger = logging.getLogger(__name__)
-
-# The interval of asking which of several replicas is done. While they have work, each device has its next step
-# already, and asking eight takes 4% of a core.
-POLL_SECONDS = 5e-4
 
 
 class Engine:
@@ -99,9 +96,9 @@ class Engine:
             Replica(i, parts.make_scheduler, runner, paces[i], traffic, publisher, depth, balancer)
             for i, (runner, traffic, publisher, balancer) in enumerate(of_replicas)
         )
-        self._rounds = None
+        self._steps: Turns | Rounds = Turns(self.replicas)
         if parts.lockstep is not None:
-            self._rounds = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._experts.balancers)
+            self._steps = Rounds(parts.lockstep, self.replicas, paces[0], depth, self._experts.balancers)
         moves_pages = parts.connector is not None
         self._sleep = EngineSleep(self.replicas, self.holders, self._experts.meters, moves_pages=moves_pages)
         of_engine = (self.replicas, self.holders, self._experts.balancers, parts.connector)
@@ -212,31 +209,14 @@ class Engine:
             raise
 
     def _step(self) -> list[RequestOutput]:
-        if self._rounds is not None:
-            self._rounds.dispatch(self.outputs)
-        else:
-            for replica in self.replicas:
-                replica.dispatch(self.outputs)
+        self._steps.dispatch(self.outputs)
         if not any(replica.is_busy for replica in self.replicas) and any(r.waits_for_pages for r in self.replicas):
             time.sleep(POLL_SECONDS)
-        if self._rounds is not None:
-            results = self._rounds.collect(self.outputs)
-        else:
-            results = [result for replica in self._to_collect() for result in replica.collect(self.outputs)]
+        results = self._steps.collect(self.outputs)
         if not self._startup.is_over and any(replica.num_output_tokens for replica in self.replicas):
             self._startup.first_token()
             logger.info("%s", self.startup())
         return results
-
-    def _to_collect(self) -> list[Replica]:
-        """Returns the replicas whose oldest step must be read now: of several, those that are done, so none waits."""
-        busy = [replica for replica in self.replicas if replica.is_busy]
-        due = [replica for replica in busy if replica.is_due]
-        if len(busy) < 2:
-            return due
-        while not (ready := [replica for replica in due if replica.is_ready]) and len(due) == len(busy):
-            time.sleep(POLL_SECONDS)
-        return ready
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request now, frees its pages and returns its last output; None if it is unknown or has ended.
@@ -514,8 +494,7 @@ class Engine:
         for replica in self.replicas:
             replica.drop()
         self._experts.drop()
-        if self._rounds is not None:
-            self._rounds.drop()
+        self._steps.drop()
         self.outputs = self._make_outputs()
         self._early.clear()
         self._router = self._make_router()

@@ -17,6 +17,7 @@ from jaxvllm.core.step_plan import StepPlan
 from jaxvllm.core.structured_outputs import StructuredOutputsParams
 from jaxvllm.engine.replica import Replica
 from jaxvllm.engine.resolved_config import ResolvedConfig
+from jaxvllm.engine.rounds import Rounds
 from jaxvllm.models import checkpoint
 from jaxvllm.models.expert_exchange import ExchangeChoice
 from jaxvllm.models.experts import ExpertsFfn, by_expert, replicas_of
@@ -151,8 +152,8 @@ def test_a_prompt_comes_while_the_other_replica_decodes(
     llm: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, tokens = llm.engine, dict[str, list[int]]()
-    assert engine._rounds is not None
-    lockstep = engine._rounds._lockstep
+    assert isinstance(engine._steps, Rounds)
+    lockstep = engine._steps._lockstep
     dispatch, under_way = lockstep.dispatch, []
     before = [(replica.num_bucket_tokens, replica.num_bucket_rows) for replica in engine.replicas]
 
