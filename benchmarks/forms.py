@@ -26,6 +26,7 @@ from benchmarks.result_files import ROOT, machine, spread, write_record
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN
 from jaxvllm.models.forms.choice import FewBitsForms
+from jaxvllm.models.forms.cpu_decoded import CpuDecoded
 from jaxvllm.models.forms.cpu_groups import CpuGroups
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.forms.few_bits import StoredAs
@@ -36,7 +37,7 @@ from jaxvllm.models.large_pages import kept_zeros
 from jaxvllm.models.ops import OneOf, project
 from pallas_kernels.backend import Backend
 from pallas_kernels.cpu.host import host_chip
-from pallas_kernels.quantized_matmul.code import UINT4, UINT6
+from pallas_kernels.quantized_matmul.code import NF4, UINT4, UINT6
 from sharding.mesh import MeshShape
 from sharding.placement import make_mesh, place
 
@@ -45,6 +46,7 @@ OUT, IN, NUM_LAYERS = 6144, 1024, 24
 # Blocks of 256 inputs, whose groups of 32 have a scale and a minimum, or of 16 a scale.
 Q4_K = StoredAs(UINT4, 32, "int8", span=256, has_mins=True)
 Q6_K = StoredAs(UINT6, 16, "int8", span=256)
+BLOCKS_OF_NF4 = StoredAs(NF4, 64, "float32")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ def main() -> None:
         Contender("int4_g32 in panels, rounded rows", integers.named("int4_g32"), "float32"),
         Contender("Q4_K in panels, rounded rows", CpuGroups(Q4_K, Q4_K.group, chip), "float32"),
         Contender("Q6_K in panels, rounded rows", CpuGroups(Q6_K, Q6_K.group, chip), "float32"),
+        Contender("FP8 in panels, bfloat16 rows", integers.named("fp8"), "bfloat16"),
+        Contender("NF4 in panels", CpuDecoded(BLOCKS_OF_NF4, BLOCKS_OF_NF4.group, chip), "float32"),
     )
     kept = {one.name: one.matrices() for one in contenders}
     num_bytes = {

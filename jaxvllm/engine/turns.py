@@ -13,7 +13,7 @@ POLL_SECONDS = 5e-4
 
 
 class Turns:
-    """Steps each replica for itself. Of several that compute, those that are done are read, and no other is waited for.
+    """Steps each replica for itself. Where several compute, it reads those that are done and waits for no other.
 
     Replicas that share experts have `Rounds` instead.
     """

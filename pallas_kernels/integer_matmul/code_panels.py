@@ -49,7 +49,8 @@ class CodePanels:
     group: the inputs that share a scale, or None: all of a row
     zero: the code that stands for 0 everywhere
     span: the inputs that share a factor, or None: there are no factors
-    looked_up: codes of four bits stand for the numbers of this table (`quantized_matmul.code.Code`), or None
+    looked_up: codes of four bits stand for the numbers of this table (`quantized_matmul.code.Code`), or None. Where
+        these are no integers, tokens are multiplied as they are
     is_float8: codes of eight bits are numbers of E4M3 (`quantized_matmul.code.E4M3`), by which tokens are multiplied as
         they are
     by_row: whether tokens are rounded with one size for all of their inputs, which share a scale then
@@ -69,7 +70,7 @@ class CodePanels:
     def __post_init__(self) -> None:
         assert self.bits in (4, 5, 6, 8), self.bits
         assert self.bits == 8 or not self.is_float8, self.bits
-        assert self.looked_up is None or self.number_table is not None, self.looked_up
+        assert self.looked_up is None or (self.looked_up.values is not None and self.bits == 4), self.looked_up
         assert self.group is None or self.group % self.unit == 0, (self.bits, self.group)
         assert self.group is None or not self.by_row, "groups of tokens are groups of the matrix"
         assert self.span is None or self.group is None or self.span % self.group == 0, (self.group, self.span)
@@ -81,7 +82,7 @@ class CodePanels:
 
     @property
     def number_table(self) -> NumberTable | None:
-        """The numbers that codes of four bits stand for, if they are looked up."""
+        """The numbers that codes of four bits stand for, if they are integers that are looked up."""
         return None if self.looked_up is None else self.looked_up.number_table
 
     @property

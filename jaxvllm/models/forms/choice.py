@@ -154,10 +154,10 @@ class FewBitsForms:
         chip = self.backend.chip
         if not isinstance(chip, CpuChip) or self.shards > 1:
             return None
-        from jaxvllm.models.forms.cpu_float8 import CpuFloat8
+        from jaxvllm.models.forms.cpu_decoded import CpuDecoded
         from jaxvllm.models.forms.cpu_groups import CpuGroups
 
-        forms = (form for form in (CpuGroups, CpuFloat8) if form.takes_stored(stored, group))
+        forms = (form for form in (CpuGroups, CpuDecoded) if form.takes_stored(stored, group))
         return next((form(stored, group, chip) for form in forms), None)
 
     def named(self, quantization: str, of_experts: bool = False) -> FewBits:

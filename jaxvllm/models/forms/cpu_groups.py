@@ -93,7 +93,7 @@ class CpuGroups(FewBits):
             zero=0 if stored.has_zeros or stored.has_mins else code.zero + self._added,
             offsets="zeros" if stored.has_zeros else "mins" if stored.has_mins else "none",
             span=None if stored.span is None else math.gcd(stored.span, inputs),
-            looked_up=code if code.number_table is not None else None,
+            looked_up=None if code.values is None else code,
             is_float8=code == E4M3,
             by_row=stored.is_by_row and stored.rounds_tokens and code == INT8,
         )

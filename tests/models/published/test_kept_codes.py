@@ -16,6 +16,7 @@ from jaxvllm.models import checkpoint
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix
+from jaxvllm.models.forms.cpu_decoded import CpuDecoded
 from jaxvllm.models.forms.cpu_groups import CodeTable
 from jaxvllm.models.forms.scaled_groups import ScaledGroups
 from jaxvllm.models.published import published_encoding
@@ -138,6 +139,7 @@ def test_numbers_of_a_table_are_kept(code: Code, nested: bool, tmp_path: Path) -
     assert num_bytes(params) < 1.1 * stored_bytes(path)
     check_tiles(params, plain)
     check_plan(path, params)
+    check_panels(path, CpuDecoded)
     # Devices have parts of them, and where XLA would write a copy in each step they are decoded once.
     shared = load(path, size=2)
     assert kept(shared) == ALL

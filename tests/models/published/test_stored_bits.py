@@ -20,7 +20,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.forms import Forms, Matrix, few_bits, scaled_groups
 from jaxvllm.models.forms.choice import FewBitsForms
-from jaxvllm.models.forms.cpu_float8 import CpuFloat8
+from jaxvllm.models.forms.cpu_decoded import CpuDecoded
 from jaxvllm.models.forms.cpu_groups import CodeTable, CpuGroups
 from jaxvllm.models.forms.few_bits import StoredAs
 from jaxvllm.models.forms.form import Experts
@@ -211,7 +211,7 @@ def check_panels(path: Path, form: type[CpuGroups] = CpuGroups) -> None:
     for name in kept(params) & params["layers"][0].keys():
         node, exact = params["layers"][0][name], np.asarray(plain["layers"][0][name], np.float64)
         x = np.random.default_rng(0).standard_normal((3, exact.shape[-1]), np.float32)
-        tokens = x if form == CpuFloat8 else rounded(x, node.form.panels(x.shape[1]).together)
+        tokens = x if form == CpuDecoded else rounded(x, node.form.panels(x.shape[1]).together)
         expected = np.einsum("ti,...i->t...", tokens, exact)
         y = jax.jit(partial(node.form.product, dtype=None))(jnp.asarray(x), node.arrays)
         # Rows of FP8 that have a code without a number are NaN in both.
@@ -252,7 +252,7 @@ def test_blocks_of_fp8_are_kept_on_any_mesh(
         chex.assert_trees_all_equal(decoded(params), decoded(load(path, Forms(), devices, layout=layout)))
     # Without a kernel for groups, what would be written in 16 bits by each step is decoded once.
     assert not kept(load(path, ROWS))
-    check_panels(path, CpuFloat8)
+    check_panels(path, CpuDecoded)
 
 
 def experts_in_mxfp4(directory: Path) -> Path:

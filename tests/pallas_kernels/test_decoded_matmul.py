@@ -1,4 +1,4 @@
-"""Products with matrices of FP8 in panels, against float64 and against the packed matrices that they are."""
+"""Products with matrices of FP8 and of tables in panels, against float64 and the packed matrices that they are."""
 
 from functools import cache
 from typing import Any
@@ -10,13 +10,13 @@ import pytest
 
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.machine_code import handler_assembly
-from pallas_kernels.float8_matmul import float8_matmul
-from pallas_kernels.float8_matmul.kernel import multiply_by_float8
+from pallas_kernels.decoded_matmul import decoded_matmul
+from pallas_kernels.decoded_matmul.kernel import multiply_by_decoded
 from pallas_kernels.integer_matmul import CodePanels
 from pallas_kernels.integer_matmul.decoded_rows import decoded_rows
 from pallas_kernels.packed_matmul import Panels, packed_matmul
 from pallas_kernels.packed_matmul.kernel import ROWS
-from pallas_kernels.quantized_matmul.code import E4M3
+from pallas_kernels.quantized_matmul.code import E4M3, FP4, NF4
 from pallas_kernels.small_matmul import Gate
 from tests.pallas_kernels.code_panels import matrix
 from tests.pallas_kernels.cpu_chips import CPU_CHIPS, WITH_AMX
@@ -35,23 +35,29 @@ STORED = {
     "blocks": (128, "float32", 384),
     "ue8m0": (128, "float8_e8m0fnu", 200),
     "MXFP8": (32, "float8_e8m0fnu", 96),
+    "NF4": (64, "float32", 192),
+    "FP4": (8, "bfloat16", 136),
 }
+TABLES = {"NF4": NF4, "FP4": FP4}
 # Codes that are numbers.
 NUMBERS = np.flatnonzero(np.isfinite(E4M3.table)).astype(np.uint8)
 
 
 def stored(name: str, chip: CpuChip) -> tuple[CodePanels, int]:
     group, scale_dtype, ins = STORED[name]
+    if name in TABLES:
+        return CodePanels(chip.panel_columns, 4, group, scale_dtype, looked_up=TABLES[name]), ins
     return CodePanels(chip.panel_columns, 8, group, scale_dtype, is_float8=True), ins
 
 
 def arrays_of(panels: CodePanels, outs: int, ins: int, others: tuple[int, ...] = (), seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     size = (*others, outs, panels.arrays(outs, ins)["scales"][0][1])
-    scales = rng.uniform(0.5, 2, size).astype(np.float32)
+    scales = rng.uniform(0.5, 2, size).astype(panels.held_scales)
     if panels.scale_dtype == "float8_e8m0fnu":
         scales = rng.integers(120, 130, size).astype(np.uint8)
-    codes = panels.packed_codes(rng.choice(NUMBERS, (*others, outs, ins)))
+    numbers = NUMBERS if panels.is_float8 else np.arange(16, dtype=np.uint8)
+    codes = panels.packed_codes(rng.choice(numbers, (*others, outs, ins)))
     return codes | {"scales": panels.packed_groups(scales)}
 
 
@@ -64,14 +70,22 @@ def tokens(count: int, ins: int, dtype: str = "float32") -> jax.Array:
 def product(panels: CodePanels, chip: CpuChip, outs: int, dtype: str | None = None, gate: Gate | None = None) -> Any:
     def call(x: jax.Array, matrices: Any, index: jax.Array | int = 0, starts: jax.Array | None = None) -> jax.Array:
         options = {"panels": panels, "outs": outs, "starts": starts, "dtype": dtype, "gate": gate, "chip": chip}
-        return float8_matmul(x, matrices, index, **options)
+        return decoded_matmul(x, matrices, index, **options)
 
     return jax.jit(call)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "chip"),
-    [*(("blocks", "float32", chip) for chip in CHIPS), *((name, "bfloat16", "avx512") for name in STORED)],
+    [
+        *(
+            (name, "float32", chip)
+            for name in ("blocks", "NF4")
+            for chip in CHIPS
+            if (name, chip) != ("NF4", "avx512-f16c")
+        ),
+        *((name, "bfloat16", "avx512") for name in STORED),
+    ],
 )
 def test_equals_float64(name: str, dtype: str, chip: str) -> None:
     panels, ins = stored(name, CHIPS[chip])
@@ -113,6 +127,25 @@ def test_every_code_is_its_number(dtype: str, chip: str) -> None:
         np.testing.assert_array_equal(found, np.tile(E4M3.table * np.float32(3 / 4), (rows, 1)))
     np.testing.assert_array_equal(
         decoded_rows(panels, jax.tree.map(jnp.asarray, arrays), jnp.arange(256), 3), E4M3.table[codes] / 2
+    )
+
+
+@pytest.mark.parametrize("chip", ["avx512", "avx2", "sse"])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_code_is_its_place_in_a_table(name: str, chip: str) -> None:
+    panels, _ = stored(name, CHIPS[chip])
+    assert panels.group is not None
+    codes = np.arange(16, dtype=np.uint8)[:, None] * np.ones((1, panels.group), np.uint8)
+    scales = np.full((16, 1), 0.5, panels.held_scales)
+    arrays = panels.packed_codes(codes) | {"scales": panels.packed_groups(scales)}
+    table = TABLES[name].table[:16]
+    for rows in (1, 5):
+        for place in range(8):  # of an input among those whose codes lie together
+            x = jnp.zeros((rows, panels.group)).at[:, place].set(2)
+            found = product(panels, CHIPS[chip], 16)(x, [arrays])
+            np.testing.assert_array_equal(found, np.tile(table, (rows, 1)))
+    np.testing.assert_array_equal(
+        decoded_rows(panels, jax.tree.map(jnp.asarray, arrays), jnp.arange(16), panels.group), table[codes] / 2
     )
 
 
@@ -174,7 +207,7 @@ def test_other_chips_have_the_instructions_of_theirs() -> None:
         chip = CpuChip(name="generic", triple=f"{triple}-unknown-linux-gnu", features=features)
         panels, _ = stored("blocks", chip)
         options = ("bfloat16", "float32", "none", "whole", panels)
-        return handler_assembly("handler", lambda e, frame: multiply_by_float8(e, frame, *options), chip)
+        return handler_assembly("handler", lambda e, frame: multiply_by_decoded(e, frame, *options), chip)
 
     wide = "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl"
     with_tables = assembly("x86_64", f"{wide},+avx512vbmi,+avx512bf16")
@@ -192,6 +225,6 @@ def test_panels_that_do_not_agree_are_refused() -> None:
         ({"scales": arrays["scales"].astype(np.float16)}, r"scales must be float32\[.., panels, 3, 64\]"),
     ):
         with pytest.raises(ValueError, match=message):
-            float8_matmul(tokens(2, ins), [arrays | change], 0, panels=panels, outs=70, chip=WIDEST)
+            decoded_matmul(tokens(2, ins), [arrays | change], 0, panels=panels, outs=70, chip=WIDEST)
     with pytest.raises(AssertionError):
         CodePanels(64, 4, 32, "float32", is_float8=True)

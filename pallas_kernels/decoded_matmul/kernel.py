@@ -1,4 +1,4 @@
-"""The product of rows with a matrix of FP8 in panels of codes. An item of work is a panel and some rows.
+"""The product of rows with a matrix in panels of codes that are decoded. An item of work is a panel and some rows.
 
 Each group of inputs is summed by itself, and its sums are multiplied by its scales and added up in float32, group after
 group. Few rows are multiplied by codes that are decoded in registers. For more, some inputs of a panel are decoded into
@@ -16,8 +16,8 @@ from pallas_kernels.cpu.frame import Frame
 from pallas_kernels.cpu.pool import parallel_runs
 from pallas_kernels.cpu.values import Value
 from pallas_kernels.cpu.vectors import dot_pairs, load_scales
-from pallas_kernels.float8_matmul.decoding import decoded_floats, decoded_pairs
-from pallas_kernels.integer_matmul.code_panels import SCALE_BYTES, CodePanels
+from pallas_kernels.decoded_matmul.decoders import CodeDecoder, decoder_of
+from pallas_kernels.integer_matmul.code_panels import FLOAT8_UNIT, SCALE_BYTES, CodePanels
 from pallas_kernels.packed_matmul.kernel import NO_GATE, outputs_of, tiles_for
 from pallas_kernels.packed_matmul.tiles import FLOAT, ROWS, TileWork, VectorTiles
 
@@ -27,7 +27,7 @@ PART = 128
 FEW = {16: (4, 2, 1), 8: (2, 1), 4: (4, 2, 1)}  # by the lanes of a vector
 
 
-def multiply_by_float8(
+def multiply_by_decoded(
     e: Emitter, frame: Frame, dtype: str, out_dtype: str, gate: str, rows_of: str, panels: CodePanels
 ) -> None:
     """Emits y [M, P * columns] = x [M, K] times the matrix w[index] of P panels.
@@ -40,7 +40,7 @@ def multiply_by_float8(
     first = 3 if in_groups else 2
     matrix = e.load_int(frame.argument(1).data, 32) * 2 + first
     codes, scales = frame.argument(matrix), frame.argument(matrix + 1)
-    product = _Float8Product(dtype, out_dtype, gate, panels)
+    product = _DecodedProduct(dtype, out_dtype, gate, panels)
     P = y.size(1) // panels.columns
     starts, blocks = e.integer(0), (x.size(0) + (ROWS - 1)) // ROWS
     if in_groups:  # an item has all rows of a group
@@ -50,7 +50,7 @@ def multiply_by_float8(
     )  # fmt: skip
 
     def item(t: Emitter, number: Value, captured: Sequence[Value]) -> None:
-        x, y, codes, scales, M, K, P, pairs, groups, starts, blocks = captured
+        x, y, codes, scales, M, K, P, units, groups, starts, blocks = captured
         if in_groups:
             group, panel = number // P, number % P
             begin, end = (t.load_int(starts + (group + more) * 4, 32) for more in (0, 1))
@@ -65,7 +65,7 @@ def multiply_by_float8(
             rows = _ItemRows(x + row * K * SIZE_OF[dtype], t.min(end - row, t.integer(ROWS)), K)
             for half, total in enumerate(totals):
                 place = first + P * half
-                of_codes = codes + place * pairs * (panels.columns * panels.unit)
+                of_codes = codes + place * units * (panels.columns * product.decoder.size)
                 of_scales = scales + place * groups * (panels.columns * SCALE_BYTES[panels.scale_dtype])
                 _add_up(t, product, functions, rows, of_codes, of_scales, groups, total)
             with t.loop(0, rows.count) as m, t.loop(0, t.integer(panels.columns), t.lanes) as column:
@@ -79,13 +79,26 @@ def multiply_by_float8(
 
 
 @dataclass(frozen=True)
-class _Float8Product:
+class _DecodedProduct:
     """Says what an item multiplies, and what becomes of its sums."""
 
     dtype: str
     out_dtype: str
     gate: str
     panels: CodePanels
+
+    @property
+    def decoder(self) -> CodeDecoder:
+        return decoder_of(self.panels)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether codes become pairs of bfloat16, and not float32."""
+        return self.dtype == "bfloat16"
+
+    def place(self, codes: Value, inputs: Value) -> Value:
+        """Returns the address of the codes of a panel after so many inputs, which begin a unit."""
+        return codes + inputs // self.decoder.inputs * (self.panels.columns * self.decoder.size)
 
     @property
     def halves(self) -> int:
@@ -113,7 +126,7 @@ class _Functions:
     packed: Callable[[TileWork], None]
 
     @classmethod
-    def emit(cls, t: Emitter, product: _Float8Product) -> "_Functions":
+    def emit(cls, t: Emitter, product: _DecodedProduct) -> "_Functions":
         tiles = tiles_for(t.chip, product.dtype)
         sizes = FEW[t.lanes] if isinstance(tiles, VectorTiles) else ()
         return cls(
@@ -124,7 +137,7 @@ class _Functions:
 
 
 def _add_up(
-    t: Emitter, product: _Float8Product, functions: _Functions, rows: _ItemRows, codes: Value, scales: Value,
+    t: Emitter, product: _DecodedProduct, functions: _Functions, rows: _ItemRows, codes: Value, scales: Value,
     groups: Value, totals: Value,
 ) -> None:  # fmt: skip
     """Emits the sums over all groups of a panel, times their scales: totals f32[rows, columns]."""
@@ -143,11 +156,11 @@ def _add_up(
         with t.when(count <= few):
             for number, row in t.groups(tuple(functions.few), count):
                 x = rows.address + row * stride + begin * size
-                of_codes, of_sums = codes + begin * columns, sums + row * (columns * FLOAT)
+                of_codes, of_sums = product.place(codes, begin), sums + row * (columns * FLOAT)
                 t.call(functions.few[number], x, stride, of_codes, of_sums, end - begin)
         with t.when(count > few), t.loop(begin, end, PART) as k:
             inputs = t.min(end - k, t.integer(PART))
-            t.call(functions.decode, codes + k * columns, decoded, inputs)
+            t.call(functions.decode, product.place(codes, k), decoded, inputs)
             x = rows.address + k * size
             functions.packed(
                 TileWork(x, stride, decoded, sums, inputs, count, goes_on=t.integer(1), ahead=t.integer(0))
@@ -163,11 +176,11 @@ def _add_up(
                 t.store(totals + place, t.fma(t.load(sums + place), of_vector, t.load(totals + place)))
 
 
-def _few_rows(e: Emitter, rows: int, product: _Float8Product) -> ir.Function:
+def _few_rows(e: Emitter, rows: int, product: _DecodedProduct) -> ir.Function:
     """Emits (x, bytes between rows, codes, sums f32[rows, columns], inputs): adds the products of these inputs."""
     t = e.function(f"few{rows}", 5)
     x, stride, codes, sums, inputs = t.arguments
-    columns, dtype = product.panels.columns, product.dtype
+    columns, dtype, decoder = product.panels.columns, product.dtype, product.decoder
     places = {
         (m, v): sums + (m * columns + v * t.lanes) * FLOAT for m in range(rows) for v in range(columns // t.lanes)
     }
@@ -175,38 +188,41 @@ def _few_rows(e: Emitter, rows: int, product: _Float8Product) -> ir.Function:
 
     def add(k: Value, count: int) -> None:
         of_rows = [x + stride * m + k * SIZE_OF[dtype] for m in range(rows)]
-        if dtype == "bfloat16" and t.chip.has_bf16_dot:
+        of_codes = product.place(codes, k)
+        if product.has_pairs and t.chip.has_bf16_dot:
             a = [t.load_pair_everywhere(address, count) for address in of_rows]
-            pairs = decoded_pairs(t, codes + k * columns, columns)
+            pairs = decoder.pairs(t, of_codes, columns)
             for (m, v), total in totals.items():
                 total.set(dot_pairs(a[m], pairs[v], total.get()))
         else:
-            floats = decoded_floats(t, codes + k * columns, columns)
+            floats = decoder.floats(t, of_codes, columns)
             for number in range(count):
                 a = [t.load_everywhere(address + number * SIZE_OF[dtype], dtype) for address in of_rows]
                 for (m, v), total in totals.items():
                     total.set(t.fma(a[m], floats[v][number], total.get()))
 
-    with t.loop(0, inputs - 1, 2) as k:
-        add(k, 2)
-    with t.when((inputs % 2).equals(1)):
-        add(inputs - 1, 1)
+    with t.loop(0, inputs - (decoder.inputs - 1), decoder.inputs) as k:
+        add(k, decoder.inputs)
+    if decoder.inputs == FLOAT8_UNIT:  # other units have whole ones in each group
+        with t.when((inputs % 2).equals(1)):
+            add(inputs - 1, 1)
     for place, address in places.items():
         t.store(address, totals[place].get())
     return t.finish()
 
 
-def _decode(e: Emitter, product: _Float8Product) -> ir.Function:
-    """Emits (codes, panel, inputs): the panel of `packed_matmul` that these inputs, an even number, are."""
+def _decode(e: Emitter, product: _DecodedProduct) -> ir.Function:
+    """Emits (codes, panel, inputs): the panel of `packed_matmul` that these inputs, some whole units, are."""
     t = e.function("decode", 3)
     codes, panel, inputs = t.arguments
-    columns = product.panels.columns
-    with t.loop(0, inputs, 2) as k:
-        if product.dtype == "bfloat16":
-            for v, pairs in enumerate(decoded_pairs(t, codes + k * columns, columns)):
+    columns, decoder = product.panels.columns, product.decoder
+    with t.loop(0, inputs, decoder.inputs) as k:
+        of_codes = product.place(codes, k)
+        if product.has_pairs:
+            for v, pairs in enumerate(decoder.pairs(t, of_codes, columns)):
                 t.store(panel + (k * (columns // 2) + v * t.lanes) * FLOAT, t.of_bits(pairs))
         else:
-            for v, both in enumerate(decoded_floats(t, codes + k * columns, columns)):
-                for number, floats in enumerate(both):
+            for v, numbers in enumerate(decoder.floats(t, of_codes, columns)):
+                for number, floats in enumerate(numbers):
                     t.store(panel + ((k + number) * columns + v * t.lanes) * FLOAT, floats)
     return t.finish()
