@@ -47,6 +47,10 @@ _ONE_PART = _debug_options(_varint(323 << 3) + _varint(1))
 _EARLIER_EMITTERS = _debug_options(
     _message(500, _message(1, b"xla_cpu_disable_new_fusion_emitters") + _message(2, b"true"))
 )
+# `xla_disable_hlo_passes`. With this pass, a scatter of one row is a fusion that reads, chooses and writes a slice, and
+# the earlier emitters copy the whole array for it. Such a row is the token of the only request, on its way into its
+# pages: 600 ms of the CPU for each step of an engine of the demo model with the default pool.
+_EARLIER_EMITTERS += _debug_options(_message(30, b"scatter_expander"))
 # A CPU does not read this variable, and the name of a program contains it: no program of the earlier emitters is loaded
 # for an engine that is compiled in the usual way.
 _UNREAD = "LIBTPU_INIT_ARGS"
@@ -106,7 +110,7 @@ def earlier_emitters() -> Iterator[None]:
     """
     before = os.environ.get(_UNREAD)
     with _more_options(_EARLIER_EMITTERS):
-        os.environ[_UNREAD] = "earlier emitters"
+        os.environ[_UNREAD] = "earlier emitters, scatters as they are"
         try:
             yield
         finally:
