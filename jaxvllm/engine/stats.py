@@ -1,6 +1,9 @@
 """Numbers that say how busy an engine is."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,25 @@ class EngineStats:
     max_loras: int = 0  # adapters that each replica has room for; 0: there are none
     running_adapters: tuple[str, ...] = ()  # the names of those that running requests have
     waiting_adapters: tuple[str, ...] = ()  # and that waiting ones have
+
+    @classmethod
+    def summed(cls, stats: Sequence[Self]) -> Self:
+        """Returns the counters and gauges of several engines together."""
+        others = {"num_accepted_per_pos", "max_loras", "running_adapters", "waiting_adapters"}
+        names = [field.name for field in fields(cls) if field.name not in others]
+        most = max(len(one.num_accepted_per_pos) for one in stats)
+        padded = [(*one.num_accepted_per_pos, *[0] * (most - len(one.num_accepted_per_pos))) for one in stats]
+        return cls(
+            **{name: sum(getattr(one, name) for one in stats) for name in names},
+            max_loras=max(one.max_loras for one in stats),
+            running_adapters=_union(one.running_adapters for one in stats),
+            waiting_adapters=_union(one.waiting_adapters for one in stats),
+            num_accepted_per_pos=tuple(map(sum, zip(*padded, strict=True))),
+        )
+
+
+def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(sorted(set(chain.from_iterable(names))))
 
 
 @dataclass(frozen=True)

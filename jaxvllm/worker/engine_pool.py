@@ -5,19 +5,16 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any, Protocol, cast
 
 import msgspec
 
 from jaxvllm.config import EngineConfig
 from jaxvllm.core.errors import ParameterError
-from jaxvllm.core.kv_events import page_keys
-from jaxvllm.core.prefix_index import PrefixIndex
 from jaxvllm.core.request import GenerationRequest
-from jaxvllm.core.routing import POLICIES, Asked
 from jaxvllm.engine.commands import AnyCommand, EngineCommand
 from jaxvllm.engine.request_rules import RequestRules
 from jaxvllm.engine.stats import EngineStats
@@ -26,6 +23,7 @@ from jaxvllm.worker import wire
 from jaxvllm.worker.async_llm import LONGEST_PAUSE, AsyncLLM
 from jaxvllm.worker.engine_client import EngineClient, EngineState, EngineUnavailableError
 from jaxvllm.worker.engine_process import Place
+from jaxvllm.worker.member_choice import Member, MemberChoice
 from jaxvllm.worker.observer import Observer
 from jaxvllm.worker.open_requests import OpenRequest
 from jaxvllm.worker.queue_limits import QueueLimits
@@ -52,32 +50,6 @@ class Places(Protocol):
     async def close(self) -> None:
         """Frees what the places share. No engine runs any more."""
         return
-
-
-class Member:
-    """An engine of a pool, as a routing policy sees it."""
-
-    def __init__(self, rank: int, llm: AsyncLLM):
-        self.rank = rank
-        self.llm = llm
-        self.last_chosen = -1
-        self.is_leaving = False  # gets no request unless no other engine is ready
-
-    @property
-    def name(self) -> str:
-        return str(self.rank)
-
-    @property
-    def num_running(self) -> int:
-        return min(self.llm.num_requests, self.llm.facts.max_num_seqs)
-
-    @property
-    def num_waiting(self) -> int:
-        return max(self.llm.num_requests - self.llm.facts.max_num_seqs, 0)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        return self.llm.num_queued_tokens
 
 
 class Starts(Observer):
@@ -118,9 +90,7 @@ class EnginePool(EngineClient):
         self._limits = (limits or QueueLimits()).share(size)
         self._readers = Readers(chat_template)
         self._observers: list[Observer] = []
-        self._policy = POLICIES[config.routing_policy]
-        self._num_chosen = 0
-        self._sent: PrefixIndex | None = None  # the pages of prompts that each engine was sent
+        self._choice = MemberChoice(config.routing_policy)
         self._request_ids = count()
         self._seeds = random.Random(config.seed)
         self._is_closed = False
@@ -188,7 +158,7 @@ class EnginePool(EngineClient):
     def stats(self) -> EngineStats | None:
         """The sum over all engines as of their last pulses."""
         known = [member.llm.stats for member in self._members if member.llm.stats is not None]
-        return sum_of(known) if known else None
+        return EngineStats.summed(known) if known else None
 
     @property
     def is_responsive(self) -> bool:
@@ -245,7 +215,7 @@ class EnginePool(EngineClient):
         if request.params.seed is None:
             # Of an engine's own seeds no other engine knows, and several engines would draw the same ones.
             request = replace(request, params=replace(request.params, seed=self._seeds.getrandbits(63)))
-        return self._choose(candidates, request).llm.enqueue(request)
+        return self._choice.choose(candidates, request, self._known().facts).llm.enqueue(request)
 
     async def abort(self, request_id: str) -> None:
         for member in self._members:
@@ -253,7 +223,7 @@ class EnginePool(EngineClient):
 
     async def ask[Reply](self, command: EngineCommand[Reply]) -> Reply:
         if command.forgets_prefixes:
-            self._sent = None
+            self._choice.forget_all()
         if not command.lasts:
             return command.joined(await _answers(command, [member.llm for member in self._ready()]))
         # It goes on when the caller leaves: engines that are being started again must hear of what the others do.
@@ -351,14 +321,9 @@ class EnginePool(EngineClient):
         config = replace(self.config, data_parallel_rank=self.config.data_parallel_rank + rank)
         rescuer = partial(self._rescue, rank)
         llm = AsyncLLM.from_config(config, self._limits, place=place, readers=self._readers, rescuer=rescuer)
-        for observer in (*self._observers, Starts(self._forget_prompts)):
+        for observer in (*self._observers, Starts(self._choice.forget)):
             llm.observe_as(rank, observer)
         return llm
-
-    def _forget_prompts(self, rank: int) -> None:
-        """Takes note that an engine has been started and has nothing cached."""
-        if self._sent is not None:
-            self._sent.forget(str(rank))
 
     def _watch(self, member: Member) -> None:
         """Sees to it that an engine which could not be built is tried again, or that the pool ends if none could be."""
@@ -417,26 +382,6 @@ class EnginePool(EngineClient):
         staying = [member for member in ready if not member.is_leaving] or ready
         return [member for member in staying if member.llm.is_responsive] or staying
 
-    def _choose(self, candidates: list[Member], request: GenerationRequest) -> Member:
-        prompt, is_prefix = request.prompt, self.config.routing_policy == "prefix"
-        if is_prefix and self._sent is None:
-            self._sent = PrefixIndex(self._known().facts.num_pages)
-        page_size = self._known().facts.page_size
-        adapter = request.lora_request
-        salt = prompt.cache_salt if adapter is None else adapter.routing_salt(prompt.cache_salt)
-        keys = page_keys(prompt.token_ids, page_size, salt, prompt.extra_keys) if is_prefix else []
-
-        def num_cached(place: int) -> int:
-            return 0 if self._sent is None else page_size * self._sent.num_cached(candidates[place].name, keys)
-
-        asked = Asked(len(prompt.token_ids), request.session_id, num_cached)
-        chosen = candidates[self._policy(candidates, asked)]
-        chosen.last_chosen = self._num_chosen
-        self._num_chosen += 1
-        if self._sent is not None:
-            self._sent.store(chosen.name, keys)
-        return chosen
-
     def _rescue(self, rank: int, open_request: OpenRequest, may_be_guilty: bool) -> Rescue:
         """Says what becomes of a request of engine `rank`, which has died, and gives it to another if it may have it.
 
@@ -451,7 +396,7 @@ class EnginePool(EngineClient):
     def _adopt(self, rank: int, open_request: OpenRequest) -> bool:
         if not (candidates := self._candidates(but=rank)):
             return False
-        self._choose(candidates, open_request.request).llm.adopt(open_request)
+        self._choice.choose(candidates, open_request.request, self._known().facts).llm.adopt(open_request)
         return True
 
 
@@ -470,23 +415,3 @@ async def _first(works: Iterable[Awaitable[None]]) -> None:
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def sum_of(stats: Sequence[EngineStats]) -> EngineStats:
-    """Returns the counters and gauges of several engines together."""
-    others = {"num_accepted_per_pos", "max_loras", "running_adapters", "waiting_adapters"}
-    names = [field.name for field in fields(EngineStats) if field.name not in others]
-    most = max(len(one.num_accepted_per_pos) for one in stats)
-    padded = [(*one.num_accepted_per_pos, *[0] * (most - len(one.num_accepted_per_pos))) for one in stats]
-    sums = {name: sum(getattr(one, name) for one in stats) for name in names}
-    return EngineStats(
-        **sums,
-        max_loras=max(one.max_loras for one in stats),
-        running_adapters=_union(one.running_adapters for one in stats),
-        waiting_adapters=_union(one.waiting_adapters for one in stats),
-        num_accepted_per_pos=tuple(map(sum, zip(*padded, strict=True))),
-    )
-
-
-def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(sorted(set(chain.from_iterable(names))))

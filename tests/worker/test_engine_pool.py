@@ -384,7 +384,7 @@ def test_a_seed_for_each_request_without_one(pool: EnginePool, portal: BlockingP
 
 def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: BlockingPortal, monkeypatch: Any) -> None:
     monkeypatch.setattr(pool, "config", replace(pool.config, routing_policy="prefix"))
-    monkeypatch.setattr(pool, "_policy", POLICIES["prefix"])
+    monkeypatch.setattr(pool._choice, "_policy", POLICIES["prefix"])
 
     async def run() -> list[list[int]]:
         counts: list[list[int]] = []
@@ -409,11 +409,12 @@ def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: Blocki
         found.append([asked.num_cached(place) for place in range(len(candidates))])
         return 0
 
-    monkeypatch.setattr(pool, "_policy", look)
+    monkeypatch.setattr(pool._choice, "_policy", look)
     prompt = Prompt(None, np.array([5] * 128, np.int32))
     for number in (None, 1, 2, 1):
         adapter = None if number is None else LoRARequest("adapter", number, "/adapter")
-        pool._choose(pool._members, GenerationRequest("one", prompt, SamplingParams(), lora_request=adapter))
+        request = GenerationRequest("one", prompt, SamplingParams(), lora_request=adapter)
+        pool._choice.choose(pool._members, request, pool.facts)
     assert [max(of) > 0 for of in found] == [True, False, False, True]
 
 
@@ -491,6 +492,6 @@ def test_the_wire_is_the_same_for_all() -> None:
 def test_stats_of_several_engines_are_one() -> None:
     one = EngineStats(*range(20), num_accepted_per_pos=(3,), max_loras=2, running_adapters=("b", "a"))
     other = EngineStats(*range(20), num_accepted_per_pos=(1, 1), max_loras=2, running_adapters=("c", "b"))
-    both = engine_pool.sum_of([one, other])
+    both = EngineStats.summed([one, other])
     assert (both.num_prompt_tokens, both.num_accepted_per_pos, both.max_loras) == (2, (4, 1), 2)
     assert (both.running_adapters, both.waiting_adapters) == (("a", "b", "c"), ())
