@@ -383,7 +383,7 @@ def test_a_seed_for_each_request_without_one(pool: EnginePool, portal: BlockingP
 
 
 def test_a_prompt_goes_where_it_was_sent_before(pool: EnginePool, portal: BlockingPortal, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pool, "config", replace(pool.config, routing_policy="prefix"))
+    monkeypatch.setattr(pool._choice, "_is_by_prefix", True)
     monkeypatch.setattr(pool._choice, "_policy", POLICIES["prefix"])
 
     async def run() -> list[list[int]]:
