@@ -31,7 +31,8 @@ from jaxvllm.engine.burst_pace import BurstPace
 from jaxvllm.engine.draft_pace import DraftPace
 from jaxvllm.engine.engine import Engine
 from tests.engine.tiny import all_drafts_or_none
-from tests.quick import quick_engines
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 OPTIONS = LadderOptions(requests=3, arrivals=0.05, rounds=1)
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -74,7 +75,7 @@ class PacedEngines(LadderEngines):
     """
 
     def get(self, config: EngineConfig) -> Engine:
-        with quick_engines(), all_drafts_or_none():
+        with all_drafts_or_none():
             engine = super().get(config)
         pace = BurstPace(max_seconds=1e9)
         for num_rows in range(1, 5):
