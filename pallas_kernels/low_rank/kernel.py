@@ -4,9 +4,9 @@ The second sum has the few terms of a rank. Dot products of 16 numbers would be 
 so there a vector has columns of the result, which stay in registers while all of the rank passes by. Few rows are bound
 by what is read, and so no zeros are: each column has the rank of its part alone.
 
-Matrices of adapters are short, and what fetches memory by itself has only begun when one ends. So tiles ask for what the
-next ones read, and the first product for the second matrix. Without it, the adapters of 28 experts were read at 10 GB/s,
-and now at 15 (4.5 MB a layer, one core of Zen 4, float32, nothing in the caches before).
+Matrices of adapters are short, and what fetches memory by itself has only begun when one ends. So tiles ask for what
+the next ones read, and the first product for the second matrix. Without it, the adapters of 28 experts were read at 10
+GB/s, and now at 15 (4.5 MB a layer, one core of Zen 4, float32, nothing in the caches before).
 """
 
 from collections.abc import Sequence
