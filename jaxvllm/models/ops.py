@@ -78,7 +78,8 @@ class Adapted:
         """
         tokens = self.tokens
         if self.one_by_one:
-            return self._added_by_slots(x, y)
+            added = self._by_kernel(x, y)
+            return self._added_in_turn(x, y) if added is None else added
         h = project(x, self.a)
         of_slots = h.reshape(len(x), tokens.num_slots, -1)
         is_own = tokens.slots[:, None] == jnp.arange(1, tokens.num_slots + 1)
@@ -86,38 +87,41 @@ class Adapted:
         return y + project(of_own.reshape(h.shape), self.b).astype(y.dtype)
 
     def product(self, x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-        """Returns the product of the matrix with x [T, in], as it is before adapters add to it."""
+        """Returns the product with x [T, in], with all that adapters do to it."""
         y = project(x, self.matrix, dtype=dtype)
-
-        def multiplied(y: jax.Array) -> jax.Array:
-            own = matrices_at(self.ratios, jnp.maximum(self.tokens.slots - 1, 0))
-            has_own = (self.tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
-            return (y.astype(jnp.float32) * (1 + jnp.where(has_own, own, 0))).astype(y.dtype)
-
-        if not self.one_by_one:
-            return multiplied(y)
-        # Few adapters have any, and XLA:CPU gathers slowly. No bit depends on it.
-        all_ratios = matrices_at(self.ratios, jnp.arange(self.tokens.num_slots))
-        result: jax.Array = jax.lax.cond(jnp.any(all_ratios != 0), multiplied, lambda y: y, y)
-        return result
+        if self.one_by_one and (own := self._by_kernel(x, y, multiplies=True)) is not None:
+            return own
+        return self.added(x, self._multiplied(y))
 
     def gated(self, x: jax.Array, gating: Gating) -> jax.Array | None:
         """Returns what `project_gated` says, or None where no kernel does that."""
-        return self._by_kernel(x, self.product(x, jnp.float32), gating) if self.one_by_one else None
-
-    def _by_kernel(self, x: jax.Array, y: jax.Array, gating: Gating | None = None) -> jax.Array | None:
-        """Adds what the slots in use add, in one kernel, or returns None where there is none."""
-        if isinstance(self.a, InStack):
+        if not self.one_by_one:
             return None
-        a, b = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b))
-        (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
-        return form.add_low_rank(y, x, downs, ups, a.index, self.tokens.order, gating)
+        return self._by_kernel(x, project(x, self.matrix, dtype=jnp.float32), gating, multiplies=True)
 
-    def _added_by_slots(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Adds what the slots in use add, in one kernel where there is one, or else one after the other."""
+    def _multiplied(self, y: jax.Array) -> jax.Array:
+        """Returns y [T, ..] times one and the ratios."""
+        own = matrices_at(self.ratios, jnp.maximum(self.tokens.slots - 1, 0))
+        has_own = (self.tokens.slots > 0).reshape(-1, *(1,) * (y.ndim - 1))
+        return (y.astype(jnp.float32) * (1 + jnp.where(has_own, own, 0))).astype(y.dtype)
+
+    def _by_kernel(
+        self, x: jax.Array, y: jax.Array, gating: Gating | None = None, multiplies: bool = False
+    ) -> jax.Array | None:
+        """Adds what the slots in use add, in one kernel, or returns None where there is none.
+
+        With `multiplies`, y is multiplied by one and the ratios before.
+        """
+        if isinstance(self.a, InStack) or isinstance(self.ratios, InStack):
+            return None
+        a, b, ratios = (one if isinstance(one, OneOf) else OneOf((one,), 0) for one in (self.a, self.b, self.ratios))
+        (form, downs), (_, ups) = _opened(a.matrices), _opened(b.matrices)
+        factors = _opened(ratios.matrices)[1] if multiplies else None
+        return form.add_low_rank(y, x, downs, ups, a.index, self.tokens.order, gating, factors)
+
+    def _added_in_turn(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Adds what the slots in use add, one after the other."""
         tokens = self.tokens
-        if (added := self._by_kernel(x, y)) is not None:
-            return added
 
         def with_slot(number: jax.Array, y: jax.Array) -> jax.Array:
             slot = tokens.in_use[number]
@@ -190,7 +194,7 @@ ExpertsWeight = jax.Array | Matrix | OneOf | InStack
 def project(x: jax.Array, weight: Weight, bias: jax.Array | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Multiplies x [T, in] by weight [.., in] and adds `bias` [..]: [T, ..] in `dtype` (None: that of x)."""
     if isinstance(weight, Adapted):
-        return biased(weight.added(x, weight.product(x, dtype)), bias)
+        return biased(weight.product(x, dtype), bias)
     if isinstance(weight, OneOf):
         return biased(
             by_form(weight, lambda form, matrices, index: form.product_with_one(x, matrices, index, dtype)), bias

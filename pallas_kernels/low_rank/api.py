@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.chips import CpuChip
 from pallas_kernels.cpu.handlers import Handler
 from pallas_kernels.grouped_matmul.order import RowOrder
-from pallas_kernels.small_matmul.api import DTYPES, Gate, arguments, check_alike
+from pallas_kernels.small_matmul.api import DTYPES, Gate, check_alike
 
 
 def add_low_rank(
@@ -21,6 +21,7 @@ def add_low_rank(
     index: jax.Array | int,
     order: RowOrder,
     *,
+    ratios: Sequence[jax.Array] | None = None,
     gate: Gate | None = None,
     chip: CpuChip,
 ) -> jax.Array:
@@ -33,6 +34,8 @@ def add_low_rank(
     downs: [G, W, in] each, of x's dtype, and W is a multiple of 4
     ups: [G, R + 1, ..] each, of x's dtype. The last row has the number of each column's part, below P
     order: of the T rows, in G groups
+    ratios: f32[G, ..] each (DoRA): y of rows in group g is multiplied by 1 + ratios[g] before, which leaves all bits as
+    they are where that is zero
     gate: y is f32[T, 2, F], of the halves a and b, and the result is gate(a) * b of all rows then, [T, F] of x's dtype
 
     Sums are in float32, what is between the two products too, and a row is rounded once, to y's dtype. Each row has the
@@ -44,23 +47,32 @@ def add_low_rank(
     # Imported here: only where it runs must llvmlite be installed.
     from pallas_kernels.low_rank.kernel import gated_low_rank, low_rank
 
-    _check(y, x, downs, ups, order)
+    _check(y, x, downs, ups, ratios, order)
     of_rows = (order.rows.astype(jnp.int32), order.starts.astype(jnp.int32), jnp.asarray(index, jnp.int32))
-    operands = (x, *of_rows, *arguments(downs, ups))
+    each = (downs, ups) if ratios is None else (downs, ups, ratios)
+    operands = (x, *of_rows, *(array for of_layer in zip(*each, strict=True) for array in of_layer))
+    has_ratios = ratios is not None
     if gate is None:
         flat = y.reshape(len(y), -1)
-        handler = Handler(low_rank, (x.dtype.name, y.dtype.name), chip)
+        handler = Handler(low_rank, (x.dtype.name, y.dtype.name, has_ratios), chip)
         result: jax.Array = handler(jax.ShapeDtypeStruct(flat.shape, y.dtype), flat, *operands, in_place=True)
         return result.reshape(y.shape)
     if y.ndim != 3 or y.shape[1] != 2 or y.dtype != jnp.float32 or gate not in get_args(Gate):
         rule = f"with a gate, one of {', '.join(get_args(Gate))}, y must be f32[T, 2, F]"
         raise ValueError(f"{rule}: got {gate!r} and {y.dtype}{list(y.shape)}")
-    handler = Handler(gated_low_rank, (x.dtype.name, gate), chip)
+    handler = Handler(gated_low_rank, (x.dtype.name, gate, has_ratios), chip)
     gated: jax.Array = handler(jax.ShapeDtypeStruct((len(y), y.shape[2]), x.dtype), y, *operands)
     return gated
 
 
-def _check(y: jax.Array, x: jax.Array, downs: Sequence[jax.Array], ups: Sequence[jax.Array], order: RowOrder) -> None:
+def _check(
+    y: jax.Array,
+    x: jax.Array,
+    downs: Sequence[jax.Array],
+    ups: Sequence[jax.Array],
+    ratios: Sequence[jax.Array] | None,
+    order: RowOrder,
+) -> None:
     from pallas_kernels.low_rank.kernel import RANKS
 
     check_alike(downs, None, "matrices")
@@ -74,6 +86,12 @@ def _check(y: jax.Array, x: jax.Array, downs: Sequence[jax.Array], ups: Sequence
             f"y [T, ..], x [T, in], down [G, W, in] and up [G, R + 1, ..] must agree, and W be a multiple of {RANKS}, "
             f"got {y.shape}, {x.shape}, {down.shape} and {up.shape}"
         )
+    if ratios is not None:
+        shape = (len(down), prod(y.shape[1:]))
+        fit = all(one.dtype == jnp.float32 and (len(one), prod(one.shape[1:])) == shape for one in ratios)
+        if len(ratios) != len(downs) or not fit:
+            given = ", ".join(sorted({f"{one.dtype}{list(one.shape)}" for one in ratios}))
+            raise ValueError(f"each pair needs ratios f32 of {shape[0]} groups by {shape[1]}, got {given}")
     if (len(order.rows), len(order.starts)) != (len(x), len(down) + 1):
         raise ValueError(f"the order must be of {len(x)} rows in {len(down)} groups")
     if {x.dtype.name, y.dtype.name} - set(DTYPES) or not x.dtype == down.dtype == up.dtype:

@@ -176,12 +176,15 @@ def dot_products(
     dtype: str,
     out_dtype: str,
     weight_dtype: str,
+    ahead: Value | None = None,
 ) -> None:
     """Emits the products of rows of K numbers, at these addresses, with the first COLUMNS rows of a matrix [.., K].
 
-    The result at `y` has rows of N numbers. `scales`: those of the matrix's rows, if it is int8.
+    The result at `y` has rows of N numbers. `scales`: those of the matrix's rows, if it is int8. What lies `ahead`
+    bytes after what is read is fetched in advance (None: `AHEAD` rows).
     """
     size, weight_size = SIZE_OF[dtype], SIZE_OF[weight_dtype]
+    ahead = K * (AHEAD * weight_size) if ahead is None else ahead
     totals = {(m, n): t.variable(t.vector(0)) for m in range(len(rows)) for n in range(COLUMNS)}
     pairs = dtype == weight_dtype == "bfloat16" and t.chip.has_bf16_dot
     step = t.lanes * 2 if pairs else t.lanes
@@ -191,7 +194,7 @@ def dot_products(
 
     def add(k: Value, mask: Value | None = None) -> None:
         for n in range(COLUMNS):
-            t.prefetch(weight + (K * (n + AHEAD) + k) * weight_size, level=2)
+            t.prefetch(weight + (K * n + k) * weight_size + ahead, level=2)
         a = [load(row + k * size, dtype, mask) for row in rows]
         for n in range(COLUMNS):
             b = load(weight + (K * n + k) * weight_size, weight_dtype, mask)

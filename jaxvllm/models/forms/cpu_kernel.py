@@ -91,11 +91,13 @@ class CpuKernel(OnCpu):
         index: jax.Array | int,
         order: RowOrder,
         gating: Gating | None = None,
+        ratios: Sequence[Arrays] | None = None,
     ) -> jax.Array | None:
         if gating not in (None, "silu", "gelu_tanh"):
             return None
         own_downs, own_ups = ([arrays[MATRIX] for arrays in several] for several in (downs, ups))
-        return add_low_rank(y, x, own_downs, own_ups, index, order, gate=gating, chip=self.chip)
+        factors = None if ratios is None else [arrays[MATRIX] for arrays in ratios]
+        return add_low_rank(y, x, own_downs, own_ups, index, order, ratios=factors, gate=gating, chip=self.chip)
 
     def look_up(self, arrays: Arrays, numbers: jax.Array) -> jax.Array:
         return jnp.take(arrays[MATRIX], numbers, axis=0, mode="clip")

@@ -132,6 +132,7 @@ class Form(ABC):
         index: jax.Array | int,
         order: RowOrder,
         gating: Gating | None = None,
+        ratios: Sequence[Arrays] | None = None,
     ) -> jax.Array | None:
         """Does what `pallas_kernels.low_rank.add_low_rank` says, or returns None where no kernel does."""
         return None
