@@ -384,7 +384,7 @@ def test_replicas_that_share_experts_have_slots_of_their_own(mesh: str, tmp_path
     # Of experts, which the replicas have together, and of what each has of its own.
     some = (
         RandomAdapter(fixture, 1, ("q_proj", "up_proj", "down_proj")),
-        RandomAdapter(fixture, 2, ("q_proj", "v_proj", "o_proj"), config={"use_dora": True}),
+        RandomAdapter(fixture, 2, ("q_proj", "v_proj", "o_proj"), config={"use_dora": True}, tables=("lm_head",)),
         RandomAdapter(fixture, 3, ("v_proj", "gate_proj"), rank=2, tables=("lm_head", "model.embed_tokens")),
     )
     requests = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / f"{one.seed}"))) for one in some]

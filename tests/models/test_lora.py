@@ -32,13 +32,14 @@ from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
 from jaxvllm.models.params import Layout, Params, abstract_params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.table_arrays import with_table
 from jaxvllm.models.token_adapters import TokenAdapters
 from jaxvllm.runtime.adapter_fills import SlotAxes, fill_adapter
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from sharding.axis import ALONE
 from sharding.mesh import MeshShape
-from sharding.placement import mesh_of
+from sharding.placement import make_mesh, mesh_of
 from tests.models.adapters import RandomAdapter
 from tests.models.dense import dense_attend, dense_cache, dense_logits, dense_recur
 from tests.models.fixture import Fixture
@@ -219,6 +220,21 @@ def test_whole_tables(tmp_path: Path) -> None:
         with_room = params | {LORA: arrays.empty(mesh)}
         step = partial(adapted_logits, spec=arrays.spec, tokens=[1, 2], slots=[1, 0])
         assert jax.eval_shape(step, with_room).shape == (2, 131)
+
+
+def test_each_replica_of_a_mesh_has_tables_of_its_own() -> None:
+    spec, family = model_spec(FIXTURE.config, FIXTURE.max_model_len), find_family(FIXTURE.config)
+    shape, room = MeshShape(2, 2), LoraRoom(2, RANK, num_tables=1)
+    arrays = LoraArrays.of(spec, family, shape, "separate", "float32", PLAIN_FORMS, room).tables
+    assert arrays is not None
+    [before] = tables = arrays.empty(make_mesh(shape, jax.devices()))["lm_head"]
+    heads = np.random.default_rng(0).random((3, *ZEROS.shape), np.float32)
+    for head, replica in zip(heads, (0, 1, 0), strict=True):
+        tables = with_table(tables, 1, arrays.of_adapter({"lm_head": head})["lm_head"], replica, num_replicas=2)
+    first, second = np.split(np.asarray(tables[0]), 2)
+    np.testing.assert_array_equal(first[: len(ZEROS)], heads[2])
+    np.testing.assert_array_equal(second[: len(ZEROS)], heads[1])
+    assert before.is_deleted(), "nobody keeps what was there before"
 
 
 @pytest.mark.parametrize(
