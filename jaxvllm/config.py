@@ -46,11 +46,19 @@ StepTokens = Annotated[int, Range(1, MOST_TOKENS)]
 Burst = Annotated[int, Range(1, MAX_BURST)]
 Logprobs = Annotated[int, Range(-1, MAX_INT32)]
 # What only those need who can name an adapter in a request.
-LORA_FIELDS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules")
+LORA_FIELDS = (
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
+    "max_lora_heads",
+    "max_cpu_loras",
+    "lora_target_modules",
+)
 # What has more slots than that has a wrong number: a thousandth of a model each, they take more room than the model.
 MAX_LORAS = 4096
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 Loras = Annotated[int, Range(1, MAX_LORAS)]
+LoraHeads = Annotated[int, Range(0, MAX_LORAS)]
 LoraRank = Annotated[int, Range(min(LORA_RANKS), max(LORA_RANKS))]
 PageSize = Annotated[int, Range(min(PAGE_SIZES), max(PAGE_SIZES))]
 Rank = Annotated[int, Range(0, 65535)]
@@ -84,6 +92,8 @@ class EngineConfig:
     enable_lora: bool = False  # requests may name adapters, see docs/lora.md
     max_loras: Loras = 1  # adapters that the devices have room for at once, and a step may use
     max_lora_rank: LoraRank = 16  # of an adapter; smaller ranks are filled up with zeros
+    # Of max_loras, how many may have an LM head or an embedding whole (modules_to_save), each as large as the model's.
+    max_lora_heads: LoraHeads = 0
     max_cpu_loras: Count | None = None  # adapters that are kept in host memory; None: as many as max_loras
     # Names, or parts of names, of the modules that have room for adapters, such as q_proj or self_attn. None: all.
     lora_target_modules: tuple[str, ...] | None = None
@@ -227,6 +237,11 @@ class EngineConfig:
             raise ValueError(
                 f"max_cpu_loras {self.max_cpu_loras} must be at least max_loras {self.max_loras}: what is on the "
                 "devices is in host memory, too"
+            )
+        if self.max_lora_heads > self.max_loras:
+            raise ValueError(
+                f"max_lora_heads {self.max_lora_heads} must be at most max_loras {self.max_loras}: raise max_loras, or "
+                "lower it"
             )
         targets = self.lora_target_modules
         if targets is not None and not (targets and all(isinstance(one, str) and one for one in targets)):

@@ -5,6 +5,9 @@ The devices have room for a few adapters at once, `max_loras`, in numbered slots
     held      requests that run use its adapter
     kept      no request uses it, but its adapter is there: a later request may find it (LRU order)
     free      it has no adapter
+
+Only the first slots, `max_lora_heads`, have room for whole tables (LM heads and embeddings). So an adapter with tables
+goes to one of these, and an adapter without tables goes there where no other slot is left.
 """
 
 from collections import OrderedDict
@@ -45,6 +48,7 @@ class LoraAdapter:
     digest: bytes
     arrays: Any  # a tree of arrays of NumPy
     has_magnitudes: bool = False  # of rows of the changed matrices (DoRA), which depend on the weights of the model
+    has_tables: bool = False  # an LM head or an embedding of its own, in the place of the model's
 
     def salt(self, given: str | None) -> str:
         """Returns the salt of prompts whose keys and values it changes, which have the salt `given`."""
@@ -80,11 +84,14 @@ def given_salt(salt: str | None) -> str | None:
 class LoraSlots:
     """Hands out the slots of adapters to requests. It holds no weights: the device has them."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int, num_with_tables: int = 0):
+        """Begins without adapters. The first `num_with_tables` slots have room for whole tables."""
+        assert num_with_tables <= num_slots, "a slot with tables is one of all slots"
         self.num_slots = num_slots
+        self._num_with_tables = num_with_tables
         # By digest. Of those that no request uses, the one that has been of no use for longest comes first.
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(num_slots, 0, -1))
+        self._free = set(range(1, num_slots + 1))
         self._held: dict[str, LoraAdapter] = {}  # by request id
 
     @property
@@ -99,9 +106,10 @@ class LoraSlots:
 
     def can_take(self, adapter: LoraAdapter) -> bool:
         """Returns whether a request with this adapter could run now."""
-        if adapter.digest in self._slots or self._free:
+        if adapter.digest in self._slots:
             return True
-        return len(self._in_use()) < self.num_slots
+        last = self._last_slot(adapter)
+        return sum(slot <= last for slot in self._in_use()) < last
 
     def take(self, request_id: str, adapter: LoraAdapter) -> tuple[int, bool]:
         """Lets a request use its adapter until `release`: returns its slot, and whether it has to be brought there.
@@ -111,11 +119,7 @@ class LoraSlots:
         assert request_id not in self._held, "a request takes its adapter once"
         is_new = adapter.digest not in self._slots
         if is_new:
-            if not self._free:
-                in_use = self._in_use()
-                oldest = next(digest for digest in self._slots if digest not in in_use)
-                self._free.append(self._slots.pop(oldest))
-            self._slots[adapter.digest] = self._free.pop()
+            self._slots[adapter.digest] = self._emptied(self._last_slot(adapter))
         self._held[request_id] = adapter
         return self._slots[adapter.digest], is_new
 
@@ -128,10 +132,27 @@ class LoraSlots:
         if adapter is not None:
             self._slots.move_to_end(adapter.digest)
 
-    def _in_use(self) -> set[bytes]:
-        return {adapter.digest for adapter in self._held.values()}
+    def _last_slot(self, adapter: LoraAdapter) -> int:
+        """Returns the last of the slots that an adapter may have."""
+        return self._num_with_tables if adapter.has_tables else self.num_slots
+
+    def _emptied(self, last: int) -> int:
+        """Takes a slot up to `last`: a free one where there is one, and otherwise that of the oldest that is kept."""
+        if free := [slot for slot in self._free if slot <= last]:
+            slot = min(free, key=lambda slot: (slot <= self._num_with_tables, slot))
+            self._free.remove(slot)
+            return slot
+        in_use = self._in_use()
+        oldest = next(digest for digest, slot in self._slots.items() if slot <= last and slot not in in_use)
+        return self._slots.pop(oldest)
+
+    def _in_use(self) -> set[int]:
+        return {self._slots[adapter.digest] for adapter in self._held.values()}
 
     def check_invariants(self) -> None:
         """Asserts that every slot is in one place. For tests."""
         assert sorted([*self._free, *self._slots.values()]) == list(range(1, self.num_slots + 1)), "a slot leaked"
-        assert self._in_use() <= self._slots.keys(), "a request uses an adapter that is nowhere"
+        held = {adapter.digest: adapter for adapter in self._held.values()}
+        assert held.keys() <= self._slots.keys(), "a request uses an adapter that is nowhere"
+        are_in_place = (self._slots[digest] <= self._last_slot(adapter) for digest, adapter in held.items())
+        assert all(are_in_place), "an adapter with tables is in a slot that has no room for them"

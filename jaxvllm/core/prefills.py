@@ -57,8 +57,9 @@ class _AdapterTurns:
             return True
         if has_room:
             self.closed.add(adapter.digest)
-        else:  # nor has any other adapter without a slot: a turn for each of thousands would take most of the step
-            self.closed |= self.queue.adapters - self.slots.digests
+        else:  # nor has any other of its kind without a slot: a turn for each of thousands would take most of the step
+            alike = {one.digest for one in self.queue.adapters if one.has_tables or not adapter.has_tables}
+            self.closed |= alike - self.slots.digests
         self.last_arrival = min(self.last_arrival, arrival + self.most_passing)
         return False
 

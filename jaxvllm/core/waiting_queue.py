@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.request import QueueKey, Request
 
 
@@ -87,9 +88,10 @@ class WaitingQueue:
         return self.first(())
 
     @property
-    def adapters(self) -> set[bytes]:
-        """The digests of the adapters that requests in the queue have."""
-        return {digest for digest in self._lanes if digest is not None}
+    def adapters(self) -> list[LoraAdapter]:
+        """The adapters that requests in the queue have, each once."""
+        firsts = (lane[0].request.adapter for lane in self._lanes.values() if lane)
+        return [adapter for adapter in firsts if adapter is not None]
 
     def first(self, closed: Collection[bytes]) -> Queued | None:
         """Returns the request whose turn it is but for those with the adapters `closed`. It stays in the queue."""

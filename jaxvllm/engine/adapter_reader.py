@@ -14,9 +14,10 @@ from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.engine.new_weights import checked_tree
 from jaxvllm.models.block import Block
 from jaxvllm.models.expert_lora import EXPERT_UP
-from jaxvllm.models.lora import LAYERS, RATIO, UP
+from jaxvllm.models.lora import LAYERS, OUTSIDE, RATIO, UP
 from jaxvllm.models.lora_arrays import LoraArrays
 from jaxvllm.models.peft import LowRank, PeftAdapter
+from jaxvllm.models.saved_tables import OWN, TABLES
 from jaxvllm.runtime.adapter_fills import SlotAxes
 
 
@@ -29,9 +30,12 @@ class AdapterReader:
 
     def read(self, directory: Path, name: str) -> LoraAdapter:
         """Reads the adapter of a directory. For errors see `PeftAdapter.read`."""
-        found = PeftAdapter.read(directory, self.arrays.sizes, self.arrays.rank, self.arrays.dtype, self.arrays.outside)
+        of = self.arrays
+        has_room = of.tables is not None
+        found = PeftAdapter.read(directory, of.sizes, of.rank, of.dtype, of.outside, takes_tables=has_room)
         self._check_magnitudes(name, found.has_magnitudes)
-        return LoraAdapter(name, found.digest, self.arrays.of_adapter(found.modules), found.has_magnitudes)
+        arrays = of.of_adapter(found.modules, found.tables)
+        return LoraAdapter(name, found.digest, arrays, found.has_magnitudes, bool(found.tables))
 
     def of_tree(self, tree: Mapping[str, Any], name: str) -> LoraAdapter:
         """Returns the adapter of a tree like `LoraAdapter.arrays`. What only counts parts of matrices comes from here.
@@ -47,17 +51,23 @@ class AdapterReader:
         digest = hashlib.sha256(b"arrays of an engine")
         for array in jax.tree.leaves(arrays):
             digest.update(f"\n{array.dtype} {array.shape}\n".encode() + array.tobytes())
-        return LoraAdapter(name, digest.digest(), arrays, has_magnitudes)
+        return LoraAdapter(name, digest.digest(), arrays, has_magnitudes, TABLES in arrays)
 
     def _checked(self, tree: Mapping[str, Any]) -> Any:
         """Returns arrays of our own for those of a tree. Raises ValueError for what is wrong with these."""
         like = self._empty()
+        if tree.get(TABLES) and self.arrays.tables is not None:
+            own = self.arrays.tables.like()
+            like |= {TABLES: {name: own[name] for name in own if name in tree[TABLES]}}
         given = checked_tree(tree, like, like_what="llm.lora_weights(lora_request)")
         arrays = jax.tree.map(np.array, given)  # the caller may write to its own
         for path, array in jax.tree.leaves_with_path(arrays):
             if not np.isfinite(array.astype(np.float32)).all():
                 raise ValueError(f"{jax.tree_util.keystr(path)} has numbers that are not finite")
         self._put_parts(arrays, like)
+        for name, flag in arrays[OUTSIDE].items():
+            if name.startswith(OWN):
+                flag[...] = name.removeprefix(OWN) in arrays.get(TABLES, {})
         return arrays
 
     def _empty(self) -> Any:

@@ -280,7 +280,7 @@ def build(
         )
         slots = SlotTable(seqs, resolved.max_model_len)
         side_store = None if shape.side is None else SideStore(shape.side.num_rows)
-        lora_slots = LoraSlots(served.num_lora_slots)
+        lora_slots = LoraSlots(served.num_lora_slots, config.max_lora_heads if config.enable_lora else 0)
         return Scheduler(slots, cache, POLICIES[config.scheduler], tokens, connector, side_store, lora_slots)
 
     adapter_reader = None
@@ -409,7 +409,7 @@ def _lora_arrays(config: EngineConfig, resolved: ResolvedConfig, forms: Forms) -
 
     places = config.mesh_shape, resolved.layout, resolved.dtype
     family = find_family(resolved.hf_config)
-    room = LoraRoom(config.max_loras, config.max_lora_rank, config.lora_target_modules)
+    room = LoraRoom(config.max_loras, config.max_lora_rank, config.lora_target_modules, config.max_lora_heads)
     return LoraArrays.of(resolved.spec, family, *places, forms, room)
 
 

@@ -276,8 +276,9 @@ class LLM:
 
         The tree has `layers` and `outside` (the embedding and the LM head), and its layout is that of `weights`. Each
         matrix M has `lora_a_M`, which is A of all its parts, `lora_b_M`, which is B times the scale of the adapter, and
-        `lora_ratio_M`, which has the lengths of rows that DoRA states, or zeros. Ranks are filled up to
-        `max_lora_rank`, and heads lie as the mesh has them, so a tree is for engines of one mesh and rank.
+        `lora_ratio_M`, which has the lengths of rows that DoRA states, or zeros. Where the adapter has an embedding or
+        an LM head whole, they are in `tables`. Ranks are filled up to `max_lora_rank`, and heads lie as the mesh has
+        them, so a tree is for engines of one mesh and rank.
         Raises ValueError and NotImplementedError for what is no adapter of this model.
         """
         return self.engine.adapters.tree(lora_request)

@@ -13,7 +13,7 @@ from jaxvllm.models.block import Block
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.layer_input import Attend, LayerInput, Recur, Rotation, Scalar, no_recur
 from jaxvllm.models.layer_loops import OverLayers, over_layers
-from jaxvllm.models.lora import LORA, OUTSIDE, layers_with_lora
+from jaxvllm.models.lora import LORA, layers_with_lora
 from jaxvllm.models.ops import look_up, project, rows_of
 from jaxvllm.models.params import Params
 from jaxvllm.models.rope import RopeSpec
@@ -63,7 +63,7 @@ def embed_tokens(
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, axis)
         if spec.lora is not None and adapters is not None:
-            x = spec.lora.embedded(params[LORA][OUTSIDE], tokens, x, adapters, axis)
+            x = spec.lora.embedded(params[LORA], tokens, x, adapters, axis)
         if spec.embed_scale != 1:
             # Rounded to the dtype of the weights first, as every checkpoint was trained.
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
@@ -208,7 +208,7 @@ def run_part[Kv](
 
 def for_head(params: Params, spec: ModelSpec, hidden: jax.Array, adapters: TokenAdapters | None) -> jax.Array:
     """Returns what `project_logits` reads of hidden states [T, E] whose tokens have `adapters`, if any has one."""
-    return hidden if spec.lora is None else spec.lora.with_columns(params[LORA][OUTSIDE], hidden, adapters)
+    return hidden if spec.lora is None else spec.lora.with_columns(params[LORA], hidden, adapters)
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:
@@ -225,7 +225,7 @@ def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Ar
         logits = project(hidden, head, params.get("lm_head_bias"), dtype=jnp.float32)
         if columns is not None:
             assert spec.lora is not None, "there are columns for adapters alone"
-            logits = spec.lora.added(params[LORA][OUTSIDE], columns, logits)
+            logits = spec.lora.logits(params[LORA], hidden, columns, logits)
         if spec.logit_scale != 1:
             logits = logits * spec.logit_scale
         if spec.logit_soft_cap is not None:

@@ -23,7 +23,6 @@ from jaxvllm.models.layer_input import Scalar
 from jaxvllm.models.layer_loops import over_layers
 from jaxvllm.models.lora import DOWN, LAYERS, LORA, RATIO, UP, layers_with_lora
 from jaxvllm.models.ops import Adapted, InStack, OneOf, Slice, Weight, by_form, matrices_at
-from jaxvllm.models.outer_lora import OuterLora
 from jaxvllm.models.params import LayerStack, Params, layer_stacks
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.token_adapters import TokenAdapters
@@ -44,7 +43,7 @@ def of_one_slot(spec: ModelSpec) -> ModelSpec:
         )
         for layer in spec.layers
     )
-    outer = None if spec.lora is None else OuterLora(replace(spec.lora.room, num_slots=1))
+    outer = None if spec.lora is None else replace(spec.lora, room=replace(spec.lora.room, num_slots=1))
     return replace(spec, layers=tuple(layers), lora=outer)
 
 

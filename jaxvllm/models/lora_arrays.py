@@ -1,7 +1,7 @@
 """`LoraArrays`: the arrays of adapters, of a model on its devices: all of them empty, or those of one that was read."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -24,16 +24,18 @@ from jaxvllm.models.lora import DOWN, LAYERS, MOST_MASKED, OUTSIDE, RATIO, UP, L
 from jaxvllm.models.outer_lora import EMBED, HEAD, OuterLora
 from jaxvllm.models.params import Layout, Params, StackLayers, build, first_layer, most
 from jaxvllm.models.peft import LowRank, ModuleSize
+from jaxvllm.models.saved_tables import OWN, TABLES, SavedTables
 from jaxvllm.models.shards import sharding_on, zeros_on
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.table_arrays import TableArrays
 from jaxvllm.models.tiling import Tile, copied, spread_boxes, tiled
 from jaxvllm.models.weight_names import Source, outer_sources, whole
 from sharding.mesh import MeshShape
 from sharding.rules import DATA
 
 _ENDING = ".weight"
-_KINDS = (DOWN, UP, RATIO, EXPERT_DOWN, EXPERT_UP)
+_KINDS = (DOWN, UP, RATIO, OWN, EXPERT_DOWN, EXPERT_UP)
 # The module of all experts, and its parameters in transformers.
 _EXPERTS = "experts"
 _PARAMETERS = {"experts_gate_up": "gate_up_proj", "experts_up": "up_proj", "experts_down": "down_proj"}
@@ -160,9 +162,12 @@ def _expert_parameters(
     return {f"{parent}.{_PARAMETERS[matrix]}": module for parent in parents}
 
 
-def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], num_slots: int, rank: int, has_kernel: bool) -> ModelSpec:
-    """Returns the spec with room for `num_slots` adapters of up to `rank` in the modules, with a kernel or without."""
-    modules = tuple(modules)
+def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], room: "LoraRoom", has_kernel: bool) -> ModelSpec:
+    """Returns the spec with room for adapters in the modules, with a kernel or without.
+
+    Raises ValueError where whole tables are to have room, and no module is one that may have such a table.
+    """
+    modules, num_slots, rank = tuple(modules), room.num_slots, room.rank
     one_by_one = has_kernel or num_slots > MOST_MASKED
     counts: list[dict[str, int]] = [{} for _ in spec.layers]
     num_replicas = replicas_of(spec)
@@ -182,7 +187,13 @@ def with_lora(spec: ModelSpec, modules: Iterable[LoraModule], num_slots: int, ra
 
     layers = map(with_room, spec.layers, counts)
     outside = dict.fromkeys((module.matrix for module in modules if module.layer is None), 1)
-    outer = OuterLora(LayerLora(num_slots, rank, tuple(outside.items()), has_kernel)) if outside else None
+    if room.num_tables and not outside:
+        raise ValueError(
+            f"max_lora_heads {room.num_tables} is room for LM heads and embeddings of adapters, and this model has no "
+            "such module that lora_target_modules names: name lm_head or embed_tokens there, or leave the option out"
+        )
+    tables = SavedTables(room.num_tables, tuple(outside)) if room.num_tables else None
+    outer = OuterLora(LayerLora(num_slots, rank, tuple(outside.items()), has_kernel), tables) if outside else None
     return replace(spec, layers=tuple(layers), lora=outer)
 
 
@@ -193,6 +204,7 @@ class LoraRoom:
     num_slots: int
     rank: int
     targets: tuple[str, ...] | None = None  # names of modules, or parts of these between dots; None: all modules
+    num_tables: int = 0  # the slots that have room for an embedding and an LM head of the adapter's own
 
     def left_out(self, modules: Mapping[str, LoraModule]) -> dict[str, str]:
         """Returns why some of the modules are to have no room, by their names."""
@@ -243,7 +255,7 @@ class LoraArrays:
         problems = room.left_out(modules)
         adapted = [module for name, module in modules.items() if name not in problems]
         has_kernel = layout == "separate" and isinstance(forms.adapters, OnCpu)
-        served = with_lora(spec, adapted, room.num_slots, room.rank, has_kernel)
+        served = with_lora(spec, adapted, room, has_kernel)
         return cls(served, modules, problems, shape, layout, jnp.dtype(dtype), forms)
 
     @property
@@ -252,9 +264,16 @@ class LoraArrays:
         return max(room.rank for layer in self.spec.layers for room in layer.lora_rooms)
 
     @property
-    def outside(self) -> frozenset[str]:
-        """The names of the embedding and of the LM head, which may be adapted, too."""
-        return frozenset(name for name, module in self.modules.items() if module.layer is None)
+    def outside(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the embedding and of the LM head, which may be adapted or replaced, too, by their names."""
+        shape = self.spec.vocab_size, self.spec.hidden_size
+        return {name: shape for name, module in self.modules.items() if module.layer is None}
+
+    @cached_property
+    def tables(self) -> TableArrays | None:
+        """The arrays of embeddings and LM heads that adapters bring along whole, or None where they have no room."""
+        room = None if self.spec.lora is None else self.spec.lora.tables
+        return None if room is None else TableArrays(room, self.spec, self.shape.model, self.dtype, self.forms)
 
     @cached_property
     def sizes(self) -> dict[str, ModuleSize]:
@@ -278,16 +297,33 @@ class LoraArrays:
                 decl = decl.of_replicas(count, self._slot_axis(name, first_layer(layers)))
             return zeros_on(self._whole(decl, layers), self.dtype, sharding_of)
 
-        return self._tree(self.spec, array)
+        tree = self._tree(self.spec, array)
+        return tree if self.tables is None else tree | {TABLES: self.tables.empty(mesh)}
 
-    def of_adapter(self, adapter: Mapping[str, LowRank]) -> Any:
-        """Returns the arrays of an adapter, by the names of its modules, on the host. Ratios are magnitudes so far."""
+    def of_adapter(self, adapter: Mapping[str, LowRank], tables: Mapping[str, np.ndarray] | None = None) -> Any:
+        """Returns the arrays of an adapter, by the names of its modules, on the host. Ratios are magnitudes so far.
+
+        Whole `tables` are in a part of their own, which is missing where there are none.
+        """
+        named = {self.modules[name].matrix: table for name, table in (tables or {}).items()}
+        if tables is not None and len(named) < len(tables):
+            raise ValueError(f"a table has two names, {' and '.join(sorted(tables))}: leave one out")
+        tree = self._low_rank(adapter, named.keys())
+        if not named:
+            return tree
+        assert self.tables is not None, "tables are read where they have room"
+        return tree | {TABLES: self.tables.of_adapter(named)}
+
+    def _low_rank(self, adapter: Mapping[str, LowRank], saved: Set[str]) -> Any:
+        """Returns the arrays of an adapter in parts that all adapters have. `saved` are its tables."""
         by_layer: dict[tuple[int | None, str], list[tuple[LoraModule, LowRank]]] = {}
         for name, matrices in adapter.items():
             module = self.modules[name]
             by_layer.setdefault((module.layer, module.matrix), []).append((module, matrices))
 
         def array(name: str, decl: ParamDecl, layers: StackLayers | None) -> np.ndarray:
+            if name.startswith(OWN):
+                return np.full(decl.shape, name.removeprefix(OWN) in saved, decl.dtype_in(self.dtype))
             if layers is None or self.layout == "separate":
                 return self._filled(name, first_layer(layers), by_layer).reshape(decl.shape)
             whole = self._whole(decl, layers)
@@ -378,7 +414,7 @@ class LoraArrays:
         def leaf(name: str, decl: ParamDecl, layers: StackLayers | None) -> Any:
             if not name.startswith(_KINDS):
                 return None
-            form = PLAIN if name.startswith(RATIO) else self.forms.adapters
+            form = PLAIN if name.startswith((RATIO, OWN)) else self.forms.adapters
             if name.startswith((EXPERT_DOWN, EXPERT_UP)):
                 form = self.forms.expert_adapters
             return form.wrapped({MATRIX: array(name, decl, layers)})

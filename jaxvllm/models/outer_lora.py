@@ -5,7 +5,8 @@ other, also where the model has one table for both: so PEFT computes with adapte
 
 The LM head multiplies hidden states in several programs, some of which do not know whose they are. So each hidden state
 that it may read goes there with what A of its adapter makes of it, in the columns of its slot, and zeros in the others:
-f[T, E + N W]. Where all of these are zeros, nothing is multiplied by B.
+f[T, E + N W]. Where all of these are zeros, nothing is multiplied by B. Adapters may also have whole tables of their
+own, for which more columns follow (`models.saved_tables`).
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.lora import DOWN, RATIO, UP, LayerLora
+from jaxvllm.models.lora import DOWN, OUTSIDE, RATIO, UP, LayerLora
 from jaxvllm.models.ops import project, project_grouped, rows_of
+from jaxvllm.models.saved_tables import OWN, TABLES, SavedTables
 from jaxvllm.models.token_adapters import TokenAdapters
 from sharding.axis import ModelAxis
 
@@ -34,21 +36,25 @@ class OuterLora:
     """
 
     room: LayerLora
+    tables: SavedTables | None = None  # the room for whole tables, if there is any
 
     def declare_one(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
-        """Returns the arrays of one adapter: A [W, V], [W, E] and B [E, W], [V, W]."""
+        """Returns the arrays of one adapter: A [W, V], [W, E] and B [E, W], [V, W], and what tells its own tables."""
         decls = _without_ratios(self.room.declare_one(_matrices(vocab_size, hidden_size)))
         width = self.room.width(1)  # no row of B says which part it has: there is one
-        return {
+        of_rank = {
             name: replace(one, shape=(*one.shape[:-1], width)) if name.startswith(UP) else one
             for name, one in decls.items()
         }
+        return of_rank | ({} if self.tables is None else self.tables.declare_flags(1))
 
     def declare(self, vocab_size: int, hidden_size: int) -> dict[str, ParamDecl]:
         """Returns the arrays of all slots."""
         return {name: self._in_slots(name, one) for name, one in self.declare_one(vocab_size, hidden_size).items()}
 
     def _in_slots(self, name: str, one: ParamDecl) -> ParamDecl:
+        if self.tables is not None and name.startswith(OWN):
+            return self.tables.declare_flags(self.room.num_slots)[name]
         shape, axis = list(one.shape), self.slot_axis(name)
         if self.room.one_by_one:
             return replace(one, shape=(self.room.num_slots, *shape), axes=(None, *one.axes), storage="experts")
@@ -57,17 +63,36 @@ class OuterLora:
 
     def slot_axis(self, name: str) -> int:
         """Returns the axis of slots in the arrays of that name."""
-        return self.room.slot_axis(name, is_stacked=False)
+        return 0 if name.startswith(OWN) else self.room.slot_axis(name, is_stacked=False)
 
     @property
     def num_columns(self) -> int:
-        """The number of columns beside a hidden state, N W."""
-        return self.room.num_slots * self.room.width(1)
+        """The number of columns beside a hidden state: N W of low rank, and one for each slot with room for a head."""
+        tables = self._saved(HEAD)
+        return self._num_low_rank + (0 if tables is None else tables.num_slots)
+
+    @property
+    def _num_low_rank(self) -> int:
+        return self.room.num_slots * self.room.width(1) if self._has(HEAD) else 0
 
     def embedded(
+        self, adapters: Mapping[str, Any], ids: jax.Array, x: jax.Array, tokens: TokenAdapters, axis: ModelAxis
+    ) -> jax.Array:
+        """Returns x [T, E], what was looked up for `ids` i32[T], as the adapters of `tokens` change it."""
+        weights = adapters[OUTSIDE]
+        if (saved := self._saved(EMBED)) is not None:
+            x = saved.embedded(weights[OWN + EMBED], adapters[TABLES][EMBED], ids, x, tokens, axis)
+        return self._low_rank_embedded(weights, ids, x, tokens, axis) if self._has(EMBED) else x
+
+    def _has(self, name: str) -> bool:
+        return name in dict(self.room.parts)
+
+    def _saved(self, name: str) -> SavedTables | None:
+        return self.tables if self.tables is not None and name in self.tables.names else None
+
+    def _low_rank_embedded(
         self, weights: Mapping[str, Any], ids: jax.Array, x: jax.Array, tokens: TokenAdapters, axis: ModelAxis
     ) -> jax.Array:
-        """Returns x [T, E], what was looked up for `ids` i32[T], with what the adapters of `tokens` add to it."""
         down = rows_of(weights[DOWN + EMBED])
         share = down.shape[-1]
         ids = ids - axis.first(share)
@@ -81,10 +106,18 @@ class OuterLora:
         columns = axis.sum(jnp.where(is_here[:, None], _of_own(of_slots, tokens), 0))
         return self._raised(weights[UP + EMBED], columns, x)
 
-    def with_columns(self, weights: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters | None) -> jax.Array:
-        """Returns hidden states [T, E] with the columns that `added` reads, which are zeros without `tokens`."""
+    def with_columns(self, adapters: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters | None) -> jax.Array:
+        """Returns hidden states [T, E] with the columns that `logits` reads, which are zeros without `tokens`."""
         if tokens is None:
             return jnp.pad(hidden, ((0, 0), (0, self.num_columns)))
+        weights, parts = adapters[OUTSIDE], [hidden]
+        if self._has(HEAD):
+            parts.append(self._low_rank_columns(weights, hidden, tokens))
+        if (saved := self._saved(HEAD)) is not None:
+            parts.append(saved.columns(weights[OWN + HEAD], tokens, hidden.dtype))
+        return jnp.concatenate(parts, axis=1)
+
+    def _low_rank_columns(self, weights: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters) -> jax.Array:
         down, count = weights[DOWN + HEAD], self.room.num_slots
         if self.room.one_by_one:
 
@@ -97,11 +130,18 @@ class OuterLora:
             of_slots = jax.lax.fori_loop(0, tokens.num_in_use, with_slot, zeros)
         else:
             of_slots = project(hidden, down).reshape(len(hidden), count, -1)
-        return jnp.concatenate([hidden, _of_own(of_slots, tokens)], axis=1)
+        return _of_own(of_slots, tokens)
 
-    def added(self, weights: Mapping[str, Any], columns: jax.Array, logits: jax.Array) -> jax.Array:
-        """Returns f32[R, V], this device's share of the logits, with what adapters add, for their columns [R, N W]."""
-        return self._raised(weights[UP + HEAD], columns, logits)
+    def logits(
+        self, adapters: Mapping[str, Any], hidden: jax.Array, columns: jax.Array, logits: jax.Array
+    ) -> jax.Array:
+        """Returns f32[R, V], this device's share of the logits of hidden states [R, E], as their columns change it."""
+        low_rank, of_tables = jnp.split(columns, [self._num_low_rank], axis=1)
+        if self._has(HEAD):
+            logits = self._raised(adapters[OUTSIDE][UP + HEAD], low_rank, logits)
+        if (saved := self._saved(HEAD)) is not None:
+            logits = saved.logits(adapters[TABLES][HEAD], hidden, of_tables, logits)
+        return logits
 
     def _raised(self, up: Any, columns: jax.Array, y: jax.Array) -> jax.Array:
         """Returns y [T, ..] with the products of B and of the columns of each slot that some token has."""

@@ -19,6 +19,7 @@ from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.lora import LORA, OUTSIDE
 from jaxvllm.models.ops import row_dtype
+from jaxvllm.models.saved_tables import TABLES
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
 from sharding.placement import place
@@ -107,7 +108,8 @@ def most(layers: StackLayers) -> int:
 def head_of(params: Params) -> Params:
     """Returns the parameters that `project_logits` reads, without the hundreds of arrays of the layers."""
     head = {name: params[name] for name in ("embed", "lm_head", "lm_head_bias") if name in params}
-    return head | ({LORA: {OUTSIDE: params[LORA][OUTSIDE]}} if LORA in params else {})
+    of_adapters = {name: params[LORA][name] for name in (OUTSIDE, TABLES) if name in params.get(LORA, {})}
+    return head | ({LORA: of_adapters} if of_adapters else {})
 
 
 def activation_dtype(params: Params) -> Any:

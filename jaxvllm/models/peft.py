@@ -8,11 +8,13 @@ exist.
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -35,6 +37,10 @@ _INNER = ".base_layer"
 _BASE = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.base_layer\.weight")
 _ANY_START = r".*\."  # PEFT writes this before the names of parameters into which it has joined modules
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
+# A table that the adapter has whole, where `modules_to_save` names its module.
+_SAVED = re.compile(rf"{re.escape(_START)}(?P<module>.+)\.weight")
+# Rows of a table that are looked at together: all of them in float32 would be twice what they are in 16 bits.
+_ROWS = 4096
 # Ways to initialise an adapter that leave the matrices of the model as they are. Others subtract from these.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 # Keys of the config whose values would change what is computed, with those that do not.
@@ -45,7 +51,6 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "use_bdlora": (False, None),
     "use_qalora": (False, None),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
     "fan_in_fan_out": (False, None),
     "ensure_weight_tying": (False, None),
@@ -91,6 +96,7 @@ class PeftConfig:
     use_dora: bool  # rows have magnitudes (arXiv 2402.09353)
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    saved: tuple[str, ...]  # ends of the names of modules that it has whole
 
     @classmethod
     def of(cls, content: bytes, path: Path) -> Self:
@@ -119,6 +125,7 @@ class PeftConfig:
                 use_dora=_flag("use_dora", values),
                 rank_pattern={_end(key): _rank(value) for key, value in (values.get("rank_pattern") or {}).items()},
                 alpha_pattern={_end(key): _number(value) for key, value in (values.get("alpha_pattern") or {}).items()},
+                saved=tuple(_end(key) for key in values.get("modules_to_save") or ()),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} does not say the rank r and lora_alpha of an adapter: {error!r}") from error
@@ -135,7 +142,11 @@ class PeftConfig:
 
 def _of_pattern[Value](pattern: Mapping[str, Value], module: str, usual: Value) -> Value:
     """Returns the value of the first key that is the module's name, or its end after a dot."""
-    return next((value for key, value in pattern.items() if f".{module}".endswith(f".{key}")), usual)
+    return next((value for key, value in pattern.items() if _ends_with(module, key)), usual)
+
+
+def _ends_with(module: str, end: str) -> bool:
+    return f".{module}".endswith(f".{end}")
 
 
 def _rank(value: Any) -> int:
@@ -175,6 +186,7 @@ class PeftAdapter:
     """An adapter as it was stored, checked against a model."""
 
     modules: Mapping[str, LowRank]
+    tables: Mapping[str, np.ndarray]  # [V, E], of the embedding and of the LM head, those that it has whole
     has_magnitudes: bool
     digest: bytes  # of its config and of its weights
 
@@ -185,11 +197,13 @@ class PeftAdapter:
         sizes: Mapping[str, ModuleSize],
         max_rank: int,
         dtype: DTypeLike = "float32",
-        outside: Set[str] = frozenset(),
+        outside: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        takes_tables: bool = False,
     ) -> Self:
         """Reads the adapter of a directory, for a model with modules of these `sizes`.
 
-        The names of the embedding and of the LM head are in `outside`.
+        The shapes [V, E] of the embedding and of the LM head are in `outside`, by their names. Tables that an adapter
+        has in their place are refused unless there is room for them.
         Raises ValueError where files are missing, damaged, or made for another model, where a rank is above `max_rank`,
         or where a number is not finite in `dtype`: tokens of others are multiplied by it, too, and by zero. Raises
         NotImplementedError for adapters of kinds that are not supported.
@@ -203,7 +217,8 @@ class PeftAdapter:
         config = PeftConfig.of(stated, directory / PEFT_CONFIG)
         file = WeightFile.read(path)
         files = WeightFiles(directory, dict.fromkeys(file.tensors, PEFT_WEIGHTS), {PEFT_WEIGHTS: file})
-        tensors = _modules(files, path, config.use_dora, {name: sizes[name] for name in outside})
+        tensors, saved = _modules(files, path, config.use_dora, outside)
+        _check_saved(config, path, saved, outside)
         parameters = _parameters(files, path, tensors, sizes)
         if unknown := sorted(tensors.keys() - sizes.keys()):
             raise ValueError(
@@ -239,12 +254,55 @@ class PeftAdapter:
                     is_finite = array is None or np.isfinite(array.astype(kept).astype(np.float32)).all()
                 if not is_finite:
                     raise ValueError(f"{path}: {kind} of {name} has numbers that are not finite in {kept}")
+        tables = {}
+        for name, tensor in sorted(saved.items()):
+            if sizes[name].problem is not None:
+                raise NotImplementedError(f"{path} replaces {name}: {sizes[name].problem}")
+            if name in tensors:
+                raise ValueError(f"{path} adapts {name} and has it whole as well (modules_to_save): use one way")
+            if not takes_tables:
+                raise ValueError(
+                    f"{path} has {name} whole (modules_to_save), and there is no room for the tables of adapters: set "
+                    "max_lora_heads to the number of such adapters that the devices are to have at once"
+                )
+            tables[name] = _table(files, path, tensor, outside[name], dtype)
         digest = hashlib.sha256(stated)
         for name, matrices in modules.items():
             digest.update(f"\n{name} {matrices.rank}\n".encode() + matrices.down.tobytes() + matrices.up.tobytes())
             if matrices.magnitudes is not None:
                 digest.update(matrices.magnitudes.tobytes())
-        return cls(modules, config.use_dora, digest.digest())
+        for name, table in tables.items():
+            digest.update(f"\n{name} whole\n".encode())
+            digest.update(table.view(np.uint8))
+        return cls(modules, tables, config.use_dora, digest.digest())
+
+
+def _check_saved(config: PeftConfig, path: Path, saved: Mapping[str, str], outside: Mapping[str, Any]) -> None:
+    """Checks that the file has each module that the config says to be there whole."""
+    for end in config.saved:
+        if not any(_ends_with(name, end) for name in outside):
+            raise NotImplementedError(
+                f"{path.parent / PEFT_CONFIG}: modules_to_save {end!r} is not supported, only the LM head and the "
+                f"embedding are, which this model calls {', '.join(sorted(outside)) or 'otherwise'}: train the adapter "
+                "without it"
+            )
+        if not any(_ends_with(name, end) for name in saved):
+            raise ValueError(f"{path} lacks the weight of {end}, which modules_to_save names: add it there")
+
+
+def _table(files: WeightFiles, path: Path, tensor: str, shape: tuple[int, int], dtype: DTypeLike) -> np.ndarray:
+    """Returns a copy of a table in that dtype, in which all of its numbers are finite."""
+    if (found := files.shape(tensor)) != shape:
+        raise ValueError(
+            f"{path}: {tensor} has shape {list(found)}, and the model's is {list(shape)}, so that the model was given "
+            "another vocabulary before it was trained: serve that model"
+        )
+    with np.errstate(over="ignore"):
+        table = files.tensor(tensor, shape).astype(dtype)
+    parts = (table[first : first + _ROWS] for first in range(0, len(table), _ROWS))
+    if not all(np.isfinite(part.astype(np.float32)).all() for part in parts):
+        raise ValueError(f"{path}: {tensor} has numbers that are not finite in {jnp.dtype(dtype)}")
+    return table
 
 
 def _parameters(
@@ -314,34 +372,39 @@ def _config_in(path: Path) -> bytes:
 
 
 def _modules(
-    files: WeightFiles, path: Path, use_dora: bool, outside: Mapping[str, ModuleSize]
-) -> dict[str, dict[str, str]]:
-    """Returns the tensors of each module that a file adapts, by their kinds. Each has all, and there are no others.
+    files: WeightFiles, path: Path, use_dora: bool, outside: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """Returns the tensors of each module that a file adapts, by their kinds, and those of tables that it has whole.
 
-    The tables `outside` the layers, of these sizes, may be there as well. They are those of the model.
+    Each module has tensors of all kinds, and there are no others. The tables `outside` the layers, of these shapes, may
+    be there as well: the model's beside an adapter of them, and others in their place.
     """
     kinds = (_DOWN, _UP, _MAGNITUDES) if use_dora else (_DOWN, _UP)
     found: dict[str, dict[str, str]] = {}
+    saved: dict[str, str] = {}
     for name in files.names:
         if (base := _BASE.fullmatch(name)) is not None and base["module"] in outside:
-            shape, size = files.shape(name), outside[base["module"]]
-            if sorted(shape) != sorted((size.in_size, size.out_size)):
+            shape = files.shape(name)
+            if sorted(shape) != sorted(outside[base["module"]]):
                 raise ValueError(
                     f"{path}: {name} has shape {list(shape)}, so that the model was given another vocabulary before it "
                     "was trained: serve that model"
                 )
+            continue
+        if (table := _SAVED.fullmatch(name)) is not None and table["module"] in outside:
+            saved[table["module"]] = name
             continue
         match = _TENSOR.fullmatch(name)
         kind = "" if match is None else _RENAMED.get(match["kind"], match["kind"])
         if match is None or kind not in kinds:
             raise ValueError(
                 f"{path}: unexpected tensor {name}: only lora_A and lora_B of linear modules and of embeddings are "
-                f"supported, and with use_dora {_MAGNITUDES}"
+                f"supported, with use_dora {_MAGNITUDES}, and whole embeddings and LM heads without a bias"
             )
         found.setdefault(match["module"], {})[kind] = name
-    if not found:
+    if not found and not saved:
         raise ValueError(f"{path} has no tensor")
     for module, own in found.items():
         if missing := [kind for kind in kinds if kind not in own]:
             raise ValueError(f"{path}: {module} has only {', '.join(own)}, and needs {', '.join(missing)}, too")
-    return found
+    return found, saved

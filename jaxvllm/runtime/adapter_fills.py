@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 from jaxvllm.models.dora import of_one_slot, with_ratios
 from jaxvllm.models.expert_lora import EXPERT_DOWN, EXPERT_UP, ExpertLora
 from jaxvllm.models.lora import LAYERS, LORA, OUTSIDE, LayerLora, filled
-from jaxvllm.models.outer_lora import OuterLora
+from jaxvllm.models.outer_lora import EMBED, HEAD, OuterLora
 from jaxvllm.models.params import Params
+from jaxvllm.models.saved_tables import TABLES
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
+from jaxvllm.models.table_arrays import with_table
 from jaxvllm.runtime.conditional_loop import run_if
 from jaxvllm.runtime.pipeline import Pipeline
 from jaxvllm.runtime.recipe import Recipe
 from sharding.axis import ModelAxis, StageAxis
 from sharding.placement import of_replicas
 from sharding.rules import DATA
+
+# The tables that an adapter may bring along.
+_TABLE_NAMES = (EMBED, HEAD)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class SlotAxes:
 class AdapterFill:
     """An adapter that comes into a slot of one of the replicas that share a mesh. Others may have others there."""
 
-    arrays: Any  # of one slot, on the host
+    arrays: Params  # of one slot, on the host
     slot: int
     has_magnitudes: bool = False  # whether ratios are to be computed of them
     replica: int = 0
@@ -80,7 +85,9 @@ class AdapterFill:
     def packed(self) -> NDArray[np.int32]:
         """Returns it as words i32[N] for another process."""
         whole = b"".join(array.tobytes() for array in jax.tree.leaves(self.arrays))
-        head = np.array([self.slot, self.has_magnitudes, self.replica], "<i4")
+        tables = self.arrays.get(TABLES, {})
+        has_tables = (name in tables for name in _TABLE_NAMES)
+        head = np.array([self.slot, self.has_magnitudes, self.replica, *has_tables], "<i4")
         return np.concatenate([head, np.frombuffer(whole + bytes(-len(whole) % 4), "<i4")])
 
 
@@ -125,7 +132,7 @@ class AdapterFills:
         self, params: Params, spec: ModelSpec, mesh: Mesh, make_program: Callable[[Recipe], jax.stages.Compiled]
     ):
         """Compiles what fills slots. `params` are abstract shapes, with shardings, and have the arrays of all slots."""
-        slots, layers = params[LORA], params["layers"]
+        slots, layers = _in_slots(params[LORA]), params["layers"]
         axes, self._num_replicas = SlotAxes.of(spec), mesh.shape[DATA]
 
         self._num_slots = spec.num_lora_slots  # of each replica
@@ -133,7 +140,12 @@ class AdapterFills:
         def like(_: str, axis: int, node: Any) -> Any:
             return jax.tree.map(partial(_of_one, self._num_replicas * self._num_slots, axis), node)
 
-        self._slots_like, self._like = slots, axes.changed(like, slots)
+        self._slots_like, self._like = params[LORA], axes.changed(like, slots)
+        # Of the host, which needs no place: one for each of the replicas that have tables of their own.
+        self._tables_like = {
+            name: jax.tree.map(lambda x: _shared_out(x, self._num_replicas), tables[0])
+            for name, tables in params[LORA].get(TABLES, {}).items()
+        }
         arguments = slots, self._like, of_replicas(mesh, (2,), np.int32)
         fill = partial(fill_adapter, axes=axes, is_shared=self._num_replicas > 1)
         self._program = make_program(Recipe.changing(fill, arguments, mesh))
@@ -151,23 +163,42 @@ class AdapterFills:
 
     def fill(self, params: Params, fill: AdapterFill) -> Params:
         """Returns `params` with an adapter in its slot. The slots are donated."""
-        one = jax.tree.map(placed, fill.arrays, self._like)
+        one = jax.tree.map(placed, _in_slots(fill.arrays), self._like)
         if fill.has_magnitudes:
             one |= {LAYERS: self.compile_ratios()(one[LAYERS], params["layers"])}
         numbers = np.zeros((self._num_replicas, 2), np.int32)
         numbers[fill.replica, 0] = fill.slot
         numbers[:, 1] = fill.replica * self._num_slots + fill.slot
-        return params | {LORA: self._program(params[LORA], one, numbers.reshape(-1))}
+        slots = self._program(_in_slots(params[LORA]), one, numbers.reshape(-1))
+        if TABLES not in params[LORA]:
+            return params | {LORA: slots}
+        tables, where = dict(params[LORA][TABLES]), (fill.replica, self._num_replicas)
+        for name, new in fill.arrays.get(TABLES, {}).items():
+            tables[name] = with_table(tables[name], fill.slot, new, *where)
+        return params | {LORA: slots | {TABLES: tables}}
 
     def unpacked(self, words: NDArray[np.int32]) -> AdapterFill:
         """Returns what `AdapterFill.packed` has made words of."""
-        (slot, has_magnitudes, replica), whole = words[:3].tolist(), words[3:].astype("<i4").tobytes()
+        num_words = 3 + len(_TABLE_NAMES)
+        slot, has_magnitudes, replica, *has_tables = words[:num_words].tolist()
+        whole = words[num_words:].astype("<i4").tobytes()
+        names = [name for name, has in zip(_TABLE_NAMES, has_tables, strict=True) if has]
+        like = self._like | ({TABLES: {name: self._tables_like[name] for name in names}} if names else {})
         first, arrays = 0, []
-        for like in jax.tree.leaves(self._like):
-            arrays.append(np.frombuffer(whole, like.dtype, math.prod(like.shape), first).reshape(like.shape))
+        for one in jax.tree.leaves(like):
+            arrays.append(np.frombuffer(whole, one.dtype, math.prod(one.shape), first).reshape(one.shape))
             first += arrays[-1].nbytes
-        of_slot = jax.tree.unflatten(jax.tree.structure(self._like), arrays)
-        return AdapterFill(of_slot, slot, bool(has_magnitudes), replica)
+        return AdapterFill(jax.tree.unflatten(jax.tree.structure(like), arrays), slot, bool(has_magnitudes), replica)
+
+
+def _in_slots(arrays: Params) -> Params:
+    """Returns the arrays that have all slots along an axis: all but tables, each of which is an array of its own."""
+    return {name: own for name, own in arrays.items() if name != TABLES}
+
+
+def _shared_out(tables: jax.ShapeDtypeStruct, num_replicas: int) -> jax.ShapeDtypeStruct:
+    rows, *others = tables.shape
+    return jax.ShapeDtypeStruct((rows // num_replicas, *others), tables.dtype)
 
 
 def placed(array: NDArray[Any], like: jax.ShapeDtypeStruct) -> jax.Array:

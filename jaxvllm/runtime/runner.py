@@ -435,7 +435,8 @@ class Runner(PlanRunner):
                 self._fill_adapter(self._adapter_fills.unpacked(packed))
             case EmptyAdapters():
                 assert self._adapter_fills is not None, "there is no room for adapters"
-                self._params = self._params | {LORA: self._adapter_fills.empty()}
+                self._params = {name: value for name, value in self._params.items() if name != LORA}  # freed first
+                self._params[LORA] = self._adapter_fills.empty()
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new
                 self._kv_pages, self._state = self._new_cache()

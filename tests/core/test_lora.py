@@ -17,8 +17,9 @@ from jaxvllm.core.scheduler import Scheduler
 from jaxvllm.core.slots import SlotTable
 from jaxvllm.core.step_plan import StepPlan
 
-NUM_SLOTS = 2
-ADAPTERS = [LoraAdapter(name, name.encode(), None) for name in "abcde"]
+NUM_SLOTS, NUM_WITH_TABLES = 3, 1
+ADAPTERS = [LoraAdapter(name, name.encode(), None, has_tables=name in "ab") for name in "abcdef"]
+WITHOUT_TABLES = ADAPTERS[2:]
 
 
 @dataclass
@@ -29,20 +30,20 @@ class NaiveSlots:
     held: dict[str, LoraAdapter] = field(default_factory=dict)
     unused: list[LoraAdapter] = field(default_factory=list)  # the longest first
 
-    def has_room(self, adapter: LoraAdapter) -> bool:
-        return len({*self.held.values(), adapter}) <= NUM_SLOTS
+    def possible(self, adapter: LoraAdapter) -> set[int]:
+        """The slots that it may get now: its own, those that are free, or that of what has been of no use longest."""
+        allowed = range(1, 1 + (NUM_WITH_TABLES if adapter.has_tables else NUM_SLOTS))
+        if own := {slot for slot, one in self.contents.items() if one is adapter}:
+            return own
+        if free := {slot for slot in allowed if slot not in self.contents}:
+            return {slot for slot in free if slot > NUM_WITH_TABLES} or free
+        where = {one.digest: slot for slot, one in self.contents.items() if slot in allowed}
+        return {next((where[one.digest] for one in self.unused if one.digest in where), 0)} - {0}
 
-    def expected(self, adapter: LoraAdapter) -> int | None:
-        """The slot that it must get, or None where any free one will do."""
-        found = [slot for slot, one in self.contents.items() if one is adapter]
-        if found or len(self.contents) < NUM_SLOTS:
-            return found[0] if found else None
-        return next(slot for slot, one in self.contents.items() if one is self.unused[0])
 
-
-@given(st.lists(st.tuples(st.sampled_from("123"), st.sampled_from([None, *ADAPTERS])), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("1234"), st.sampled_from([None, *ADAPTERS])), max_size=40))
 def test_requests_find_their_adapters(actions: list[tuple[str, LoraAdapter | None]]) -> None:
-    slots, naive = LoraSlots(NUM_SLOTS), NaiveSlots()
+    slots, naive = LoraSlots(NUM_SLOTS, NUM_WITH_TABLES), NaiveSlots()
     for request_id, adapter in actions:
         if adapter is None or request_id in naive.held:
             slots.release(request_id)
@@ -50,13 +51,12 @@ def test_requests_find_their_adapters(actions: list[tuple[str, LoraAdapter | Non
             if gone is not None and gone not in naive.held.values():
                 naive.unused.append(gone)
         else:
-            assert slots.can_take(adapter) == naive.has_room(adapter)
-            if not naive.has_room(adapter):
+            possible, was_there = naive.possible(adapter), adapter in naive.contents.values()
+            assert slots.can_take(adapter) == bool(possible)
+            if not possible:
                 continue
-            expected, was_there = naive.expected(adapter), adapter in naive.contents.values()
             slot, is_new = slots.take(request_id, adapter)
-            assert is_new != was_there and slot in range(1, NUM_SLOTS + 1)
-            assert slot == expected if expected is not None else slot not in naive.contents
+            assert is_new != was_there and slot in possible
             if (before := naive.contents.get(slot)) is not None and before is not adapter:
                 naive.unused.remove(before)
             naive.contents[slot] = adapter
@@ -66,9 +66,9 @@ def test_requests_find_their_adapters(actions: list[tuple[str, LoraAdapter | Non
         slots.check_invariants()
 
 
-def scheduler(num_slots: int) -> Scheduler:
+def scheduler(num_slots: int, num_with_tables: int = 0) -> Scheduler:
     cache = KVCache([GroupSize(64)], num_slots=4, max_model_len=32, page_size=4, max_chunk=16)
-    return Scheduler(SlotTable(4, 32), cache, POLICIES["v1"], 16, lora_slots=LoraSlots(num_slots))
+    return Scheduler(SlotTable(4, 32), cache, POLICIES["v1"], 16, lora_slots=LoraSlots(num_slots, num_with_tables))
 
 
 def request(name: str, adapter: LoraAdapter | None, arrival: int) -> Request:
@@ -83,7 +83,7 @@ def brought(plan: StepPlan | None) -> dict[str, tuple[int, bool]]:
 
 def test_a_request_waits_for_a_slot_of_its_adapter_and_those_after_it_do_not() -> None:
     of = scheduler(num_slots=1)
-    a, b, _, _, _ = ADAPTERS
+    a, b, *_ = WITHOUT_TABLES
     for number, (name, adapter) in enumerate((("1", a), ("2", b), ("3", a), ("4", None))):
         of.add(request(name, adapter, number))
     plan = of.schedule()
@@ -111,7 +111,7 @@ def started(of: Scheduler) -> list[str]:
 
 def test_a_stream_for_one_adapter_leaves_a_turn_to_the_others() -> None:
     of = scheduler(num_slots=1)
-    a, b, _, _, _ = ADAPTERS
+    a, b, *_ = WITHOUT_TABLES
     of.add(request("0", a, 0))
     running = order = started(of)
     of.add(request("b", b, 1))
@@ -130,7 +130,7 @@ def test_a_stream_for_one_adapter_leaves_a_turn_to_the_others() -> None:
 
 def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     of = scheduler(num_slots=1)
-    a, b, c, _, _ = ADAPTERS
+    a, b, c, _ = WITHOUT_TABLES
     of.add(request("a", a, 0))
     assert started(of) == ["a"]
     for number in range(1, 31):
@@ -146,6 +146,21 @@ def test_requests_without_an_adapter_pass_any_number_that_wait_for_a_slot(monkey
         of.finish(str(number))
     of.finish("a")
     assert started(of) == ["30"] and not of.num_waiting
+
+
+def test_an_adapter_with_tables_waits_for_room_for_these_and_others_pass() -> None:
+    of = scheduler(num_slots=2, num_with_tables=1)
+    a, b, c, d, _, _ = ADAPTERS
+    for number, (name, adapter) in enumerate((("c", c), ("a", a), ("b", b), ("2", b), ("d", d), ("a2", a))):
+        of.add(request(name, adapter, number))
+    # `d` finds no slot that is not in use, either.
+    assert brought(of.schedule()) == {"c": (2, True), "a": (1, True), "a2": (1, False)}
+    of.finish("c")
+    assert brought(of.schedule()) == {"d": (2, True)}, "it passes those that wait for the first slot"
+    of.finish("a")
+    of.finish("a2")
+    assert brought(of.schedule()) == {"b": (1, True), "2": (1, False)}
+    of.check_invariants()
 
 
 def test_prompts_share_pages_only_with_those_of_the_same_weights() -> None:

@@ -30,18 +30,19 @@ FIXTURE = Fixture.load("llama")
 ADAPTERS = (
     RandomAdapter(FIXTURE, seed=1),
     RandomAdapter(FIXTURE, seed=2, ends=("q_proj", "down_proj"), rank=2, config={"use_dora": True}),
-    RandomAdapter(FIXTURE, seed=3, ends=("_proj",), config={"use_rslora": True}),
+    RandomAdapter(FIXTURE, 3, ("_proj",), config={"use_rslora": True}, tables=("lm_head", "model.embed_tokens")),
     RandomAdapter(
         FIXTURE,
         seed=4,
         ends=("v_proj", "o_proj", "gate_proj"),
         config={"rank_pattern": {"v_proj": 8, "layers.1.self_attn.o_proj": 1}, "alpha_pattern": {"gate_proj": 3}},
+        tables=("lm_head",),
     ),
 )
 PROMPTS = [list(prompt) for prompt in (FIXTURE.prompts * 2)[:8]]
-# More adapters than there are slots; and two requests without one.
+# More adapters than there are slots; two that want the same room for their LM heads; and two requests without any.
 WHO = (1, 2, 0, 3, 1, 4, 0, 2)
-OPTIONS = dict(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3)
+OPTIONS = dict(enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3, max_lora_heads=1)
 
 
 @pytest.fixture(scope="module")
@@ -241,11 +242,12 @@ def step_to_the_end(llm: LLM) -> Iterator[RequestOutput]:
 
 
 def test_a_base_in_eight_bits_takes_adapters(checkpoint: Path, paths: list[Path]) -> None:
-    adapter = LoRARequest("adapter 1", 1, str(paths[0]))
+    adapters = [LoRARequest(f"adapter {who}", who, str(paths[who - 1])) for who in (1, 3)]
     with one_program(), tiny_llm(checkpoint, **OPTIONS, quantization="int8") as llm:
         [base] = greedy_tokens(llm, PROMPTS[:1])
-        [adapted] = llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False, lora_request=adapter)
-    assert len(adapted.outputs[0].token_ids) == len(base) and adapted.outputs[0].token_ids != base
+        outputs = llm.generate(PROMPTS[:1] * 2, GREEDY, use_tqdm=False, lora_request=adapters)
+    one, other = (output.outputs[0].token_ids for output in outputs)
+    assert len(one) == len(other) == len(base) and base != one != other != base
 
 
 def test_a_trainer_replaces_the_content_of_an_adapter(
@@ -266,12 +268,13 @@ def test_a_trainer_replaces_the_content_of_an_adapter(
     live = LoRARequest("live", 20, str(paths[2]))  # which has the config of the tensors
     llm.update_lora(live, load_file(paths[2] / "adapter_model.safetensors"))
     assert tokens(live)[0] == wanted
-    zeros = {name: 0 * array for name, array in given.items()}
+    base = {f"base_model.model.{name}": jax.numpy.asarray(array) for name, array in FIXTURE.weights().items()}
+    nothing = {name: base.get(name, 0 * array) for name, array in given.items()}  # with the tables of the model
     engine = llm.engine
     engine.submit(engine.check("runs", PROMPTS[6], GREEDY, lora_request=live))
     engine.step()
     with compilations() as seen:
-        llm.update_lora(live, zeros)
+        llm.update_lora(live, nothing)
         engine.submit(engine.check("new", PROMPTS[6], GREEDY, lora_request=live))
         ended = {output.request_id: output for _ in iter(lambda: engine.has_work, False) for output in engine.step()}
         assert ended["runs"].outputs[0].token_ids == wanted
@@ -281,7 +284,7 @@ def test_a_trainer_replaces_the_content_of_an_adapter(
             tokens(LoRARequest(f"adapter {number}", number, str(paths[number - 1])))
         assert tokens(live)[0] == ended["new"].outputs[0].token_ids != wanted
     assert seen.count == 0, seen.names
-    [(name, array), *_] = given.items()
+    name, array = next(one for one in given.items() if "lora_A" in one[0])
     for wrong, message in (
         ({name: array}, "the given tensors of the adapter 'live'.* needs lora_B"),
         (given | {name: array[:1]}, "shape"),
@@ -381,8 +384,8 @@ def test_replicas_that_share_experts_have_slots_of_their_own(mesh: str, tmp_path
     # Of experts, which the replicas have together, and of what each has of its own.
     some = (
         RandomAdapter(fixture, 1, ("q_proj", "up_proj", "down_proj")),
-        RandomAdapter(fixture, 2, ("q_proj", "v_proj", "o_proj"), config={"use_dora": True}),
-        RandomAdapter(fixture, 3, ("v_proj", "gate_proj", "down_proj"), rank=2),
+        RandomAdapter(fixture, 2, ("q_proj", "v_proj", "o_proj"), config={"use_dora": True}, tables=("lm_head",)),
+        RandomAdapter(fixture, 3, ("v_proj", "gate_proj"), rank=2, tables=("lm_head", "model.embed_tokens")),
     )
     requests = [LoRARequest(f"{one.seed}", one.seed, str(one.write(tmp_path / f"{one.seed}"))) for one in some]
     who = [requests[0], None, requests[1], requests[2], requests[1], None, requests[2], requests[0]]
@@ -413,6 +416,7 @@ def test_configs(checkpoint: Path) -> None:
     for options, error, message in (
         ({"max_lora_rank": 7}, ValueError, "max_lora_rank must be one of"),
         ({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 1}, ValueError, "at least max_loras"),
+        ({"enable_lora": True, "max_lora_heads": 2}, ValueError, "max_lora_heads 2 must be at most max_loras 1"),
     ):
         with pytest.raises(error, match=message):
             LLM(model=str(checkpoint), **options)
@@ -469,12 +473,13 @@ def test_the_scores_of_a_prompt_are_those_of_the_adapted_head(llm: LLM, paths: l
         [output] = llm.generate([prompt], params, use_tqdm=False, lora_request=lora_request)
         return [max(one.logprob for one in step.values()) for step in output.prompt_logprobs or () if step]
 
-    found = scores(LoRARequest("adapter 1", 1, str(paths[0])))
-    llm.update_weights(ADAPTERS[0].merged())
-    expected = scores(None)
-    llm.update_weights(FIXTURE.weights())
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert not np.allclose(scores(None), expected, atol=1e-2)
+    for who in (1, 4):  # an adapter of the head, and one that has a head of its own
+        found = scores(LoRARequest(f"adapter {who}", who, str(paths[who - 1])))
+        llm.update_weights(ADAPTERS[who - 1].merged())
+        expected = scores(None)
+        llm.update_weights(FIXTURE.weights())
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert not np.allclose(scores(None), expected, atol=1e-2)
 
 
 def test_embeddings_and_beams(llm: LLM, paths: list[Path]) -> None:

@@ -41,6 +41,7 @@ class RandomAdapter:
     alpha: float = 8
     size: float = 0.3  # of the numbers in B
     config: Mapping[str, Any] = field(default_factory=dict)  # beside what PEFT always saves
+    tables: tuple[str, ...] = ()  # the names of the modules that it has whole
 
     def rank_of(self, name: str) -> int:
         pattern = self.config.get("rank_pattern", {})
@@ -60,7 +61,11 @@ class RandomAdapter:
                 random.normal(0, self.size, (module.out_size, self.rank_of(name))).astype(np.float32),
             )
             for name, module in modules_of(self.fixture).items()
-            if name.endswith(self.ends) and not (self.has_magnitudes and (module.layer is None or module.index))
+            if name.endswith(self.ends)
+            and name not in self.tables
+            and not (self.has_magnitudes and (module.layer is None or module.index))
+            and name not in self.tables
+            and not (self.has_magnitudes and (module.layer is None or module.index))
         }
 
     @property
@@ -72,16 +77,23 @@ class RandomAdapter:
         random = np.random.default_rng(self.seed + 1000)
         return {name: random.uniform(0.5, 2, len(up)).astype(np.float32) for name, (_, up) in self.matrices().items()}
 
+    def saved(self) -> dict[str, np.ndarray]:
+        """The tables that it has whole, f32[V, E], by the names of their modules."""
+        random, modules = np.random.default_rng(self.seed + 2000), modules_of(self.fixture)
+        shapes = {name: sorted((modules[name].in_size, modules[name].out_size), reverse=True) for name in self.tables}
+        return {name: random.normal(0, size[1] ** -0.5, size).astype(np.float32) for name, size in shapes.items()}
+
     def merged(self, weights: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """The weights of the checkpoint, or others, with what the adapter adds, and with its lengths of rows.
 
-        They have an LM head of their own if the adapter changes it.
+        They have an LM head of their own if the adapter changes it, or has a table whole.
         """
         merged = dict(self.fixture.weights() if weights is None else weights)
         magnitudes = self.magnitudes()
-        if "lm_head" in self.matrices() and "lm_head.weight" not in merged:
+        if ("lm_head" in self.matrices() or self.tables) and "lm_head.weight" not in merged:
             [table] = (name for name, module in modules_of(self.fixture).items() if module.matrix == EMBED)
             merged["lm_head.weight"] = merged[f"{table}.weight"]
+        merged |= {f"{name}.weight": table for name, table in self.saved().items()}
         for name, (down, up) in self.matrices().items():
             [source, *_] = modules_of(self.fixture)[name].sources
             tensor = merged[f"{name}.weight"].astype(np.float64)
@@ -101,13 +113,14 @@ class RandomAdapter:
         }
         if self.has_magnitudes:
             found |= {f"base_model.model.{name}.lora_magnitude_vector": own for name, own in self.magnitudes().items()}
-        return found
+        return found | {f"base_model.model.{name}.weight": table for name, table in self.saved().items()}
 
     def write(self, directory: Path) -> Path:
         """Writes what PEFT saves."""
         directory.mkdir(parents=True, exist_ok=True)
         usual = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "target_modules": ["q_proj"]}
-        (directory / "adapter_config.json").write_text(json.dumps(usual | {"bias": "none"} | dict(self.config)))
+        usual |= {"bias": "none", "modules_to_save": list(self.tables) or None}
+        (directory / "adapter_config.json").write_text(json.dumps(usual | dict(self.config)))
         save_file(self.tensors(), directory / "adapter_model.safetensors")
         return directory
 

@@ -29,16 +29,17 @@ from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.lora import LAYERS, LORA, MOST_MASKED
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
-from jaxvllm.models.params import Layout, Params
+from jaxvllm.models.params import Layout, Params, abstract_params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
+from jaxvllm.models.table_arrays import with_table
 from jaxvllm.models.token_adapters import TokenAdapters
 from jaxvllm.runtime.adapter_fills import SlotAxes, fill_adapter
 from pallas_kernels.backend import REFERENCE
 from pallas_kernels.cpu.host import host_chip
 from sharding.axis import ALONE
 from sharding.mesh import MeshShape
-from sharding.placement import mesh_of
+from sharding.placement import make_mesh, mesh_of
 from tests.models.adapters import RandomAdapter
 from tests.models.dense import dense_attend, dense_cache, dense_logits, dense_recur
 from tests.models.fixture import Fixture
@@ -137,7 +138,8 @@ def test_adapters_compute_what_merged_weights_compute(name: str, way: str, tmp_p
 FIXTURE = Fixture.load("llama")
 GOOD = RandomAdapter(FIXTURE, seed=1)
 FIRST = "model.layers.0.self_attn.q_proj"
-TABLE = "base_model.model.model.embed_tokens"
+TABLE, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+ZEROS = np.zeros((131, 84), np.float32)
 
 
 def damaged(directory: Path, change: Callable[[dict[str, np.ndarray]], object], **config: Any) -> Path:
@@ -147,6 +149,13 @@ def damaged(directory: Path, change: Callable[[dict[str, np.ndarray]], object], 
     change(tensors)
     save_file(tensors, adapter.write(directory) / "adapter_model.safetensors")
     return directory
+
+
+def only_head(tensors: dict[str, np.ndarray], head: np.ndarray) -> None:
+    """Lets the tensors have an LM head whole, and no adapter of it."""
+    for side in "AB":
+        del tensors[at("lm_head", side)]
+    tensors[f"{HEAD}.weight"] = head
 
 
 def at(name: str, side: str) -> str:
@@ -163,7 +172,10 @@ def at(name: str, side: str) -> str:
         (lambda t: t.update({at(FIRST, "A"): t[at(FIRST, "A")].astype(np.int32)}), "dtype"),
         (lambda t: t.update({at("model.layers.99.mlp.up_proj", s): t[at(FIRST, s)] for s in "AB"}), "layers.99"),
         (lambda t: t.update({at("../../etc/passwd", s): t[at(FIRST, s)] for s in "AB"}), "can be adapted"),
-        (lambda t: t.update({"base_model.model.lm_head.weight": t[at(FIRST, "A")]}), "unexpected tensor"),
+        (lambda t: t.update({f"{HEAD}.weight": t[at(FIRST, "A")]}), "adapts lm_head and has it whole as well"),
+        (lambda t: only_head(t, t[at(FIRST, "A")]), r"lm_head.weight has shape .* and the model's is \[131, 84\]"),
+        (lambda t: only_head(t, np.full((131, 84), np.inf, np.float32)), "not finite"),
+        (lambda t: only_head(t, ZEROS) or t.update({f"{HEAD}.bias": ZEROS[:, 0]}), "LM heads without a bias"),
         (lambda t: t.update({f"{TABLE}.base_layer.weight": t[at(FIRST, "A")]}), "another vocabulary"),
         (lambda t: t.update({f"{TABLE}.lora_embedding_A": t[f"{TABLE}.lora_embedding_A"][:, 1:]}), "has shape"),
         (lambda t: t.pop(f"{TABLE}.lora_embedding_A"), "needs lora_A"),
@@ -174,7 +186,55 @@ def at(name: str, side: str) -> str:
 def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], message: str, tmp_path: Path) -> None:
     directory, arrays = damaged(tmp_path, change), arrays_of(FIXTURE, "separate")
     with pytest.raises(ValueError, match=message):
-        PeftAdapter.read(directory, arrays.sizes, RANK, outside=arrays.outside)
+        PeftAdapter.read(directory, arrays.sizes, RANK, outside=arrays.outside, takes_tables=True)
+
+
+def test_whole_tables(tmp_path: Path) -> None:
+    adapter = RandomAdapter(FIXTURE, seed=1, ends=("q_proj",), tables=("lm_head",))
+    spec, family = model_spec(FIXTURE.config, FIXTURE.max_model_len), find_family(FIXTURE.config)
+
+    def of(*targets: str) -> LoraArrays:
+        ways = MeshShape(1, 1), "separate", "float32", PLAIN_FORMS
+        return LoraArrays.of(spec, family, *ways, LoraRoom(2, RANK, targets, num_tables=1))
+
+    def digest(arrays: LoraArrays, takes_tables: bool = True) -> bytes:
+        return PeftAdapter.read(tmp_path, arrays.sizes, RANK, "float32", arrays.outside, takes_tables).digest
+
+    adapter.write(tmp_path)
+    with pytest.raises(ValueError, match="lm_head whole .* set max_lora_heads"):
+        digest(of("self_attn", "lm_head"), takes_tables=False)
+    with pytest.raises(NotImplementedError, match="replaces lm_head: lora_target_modules leaves it out"):
+        digest(of("self_attn", "embed_tokens"))
+    with pytest.raises(ValueError, match="name lm_head or embed_tokens there"):
+        of("self_attn")
+    first = digest(of("self_attn", "lm_head"))
+    tensors = adapter.tensors()
+    tensors[f"{HEAD}.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert digest(of("self_attn", "lm_head")) != first
+    # A step computes with room for one of both.
+    mesh = mesh_of(jax.devices()[0])
+    params = abstract_params(spec, "float32", "separate", mesh)
+    for target in ("lm_head", "embed_tokens"):
+        arrays = of("self_attn", target)
+        with_room = params | {LORA: arrays.empty(mesh)}
+        step = partial(adapted_logits, spec=arrays.spec, tokens=[1, 2], slots=[1, 0])
+        assert jax.eval_shape(step, with_room).shape == (2, 131)
+
+
+def test_each_replica_of_a_mesh_has_tables_of_its_own() -> None:
+    spec, family = model_spec(FIXTURE.config, FIXTURE.max_model_len), find_family(FIXTURE.config)
+    shape, room = MeshShape(2, 2), LoraRoom(2, RANK, num_tables=1)
+    arrays = LoraArrays.of(spec, family, shape, "separate", "float32", PLAIN_FORMS, room).tables
+    assert arrays is not None
+    [before] = tables = arrays.empty(make_mesh(shape, jax.devices()))["lm_head"]
+    heads = np.random.default_rng(0).random((3, *ZEROS.shape), np.float32)
+    for head, replica in zip(heads, (0, 1, 0), strict=True):
+        tables = with_table(tables, 1, arrays.of_adapter({"lm_head": head})["lm_head"], replica, num_replicas=2)
+    first, second = np.split(np.asarray(tables[0]), 2)
+    np.testing.assert_array_equal(first[: len(ZEROS)], heads[2])
+    np.testing.assert_array_equal(second[: len(ZEROS)], heads[1])
+    assert before.is_deleted(), "nobody keeps what was there before"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +251,8 @@ def test_damaged_weights(change: Callable[[dict[str, np.ndarray]], object], mess
         ({"use_dora": True}, ValueError, "needs lora_magnitude_vector"),
         ({"use_dora": 1}, ValueError, "use_dora must be true or false"),
         ({"bias": "all"}, NotImplementedError, "bias 'all'"),
-        ({"modules_to_save": ["lm_head"]}, NotImplementedError, "modules_to_save"),
+        ({"modules_to_save": ["score"]}, NotImplementedError, "modules_to_save 'score' .* calls embed_tokens, lm_head"),
+        ({"modules_to_save": ["lm_head"]}, ValueError, "lacks the weight of lm_head, which modules_to_save names"),
         ({"init_lora_weights": "pissa"}, NotImplementedError, "pissa"),
         ({"init_lora_weights": ["pissa"]}, NotImplementedError, "pissa"),
         ({"peft_type": "IA3"}, NotImplementedError, "IA3"),
@@ -203,8 +264,9 @@ def test_configs(config: dict[str, Any], error: type[Exception], message: str, t
     GOOD.write(tmp_path)
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    arrays = arrays_of(FIXTURE, "separate")
     with pytest.raises(error, match=message):
-        PeftAdapter.read(tmp_path, arrays_of(FIXTURE, "separate").sizes, RANK)
+        PeftAdapter.read(tmp_path, arrays.sizes, RANK, outside=arrays.outside)
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

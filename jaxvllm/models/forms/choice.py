@@ -281,11 +281,8 @@ class Forms:
             return own
         is_of_layer = layer is not None
         is_table = decl.storage in ("table", "tied_table", "matrix") and decl.dtype is None and not is_of_layer
-        if self.pads_tables and is_table:
-            from jaxvllm.models.forms.padded_table import LANES, PaddedTable
-
-            if decl.shape[-1] % LANES:
-                return PaddedTable(decl.shape[-1])
+        if is_table and (padded := self._padded(decl)) is not None:
+            return padded
         if decl.storage == "tied_table":
             takes = not isinstance(self.table, FewBits) or self.table.takes(decl)
             return _if_smaller(self.table.of_matrix(decl), decl) if takes else PLAIN
@@ -297,6 +294,18 @@ class Forms:
                 return _if_smaller(self.layers.of_matrix(decl), decl)
             return _if_smaller(self.head.of_matrix(decl), decl) if name == "lm_head" else self.outside
         return PLAIN
+
+    def of_saved_table(self, decl: ParamDecl) -> Form:
+        """Returns the form of a table that an adapter brings along. It has one array, and is never rounded."""
+        return self._padded(decl) or self.adapters
+
+    def _padded(self, decl: ParamDecl) -> Form | None:
+        """Returns the form of a table whose rows are to be filled up, and None for any other."""
+        if not self.pads_tables:
+            return None
+        from jaxvllm.models.forms.padded_table import LANES, PaddedTable
+
+        return PaddedTable(decl.shape[-1]) if decl.shape[-1] % LANES else None
 
     def kept(
         self,

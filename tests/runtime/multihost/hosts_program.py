@@ -29,7 +29,7 @@ REQUESTS = (
 DEMO = Path(jaxvllm.__file__).parent / "assets" / "demo"
 MESHES = {"complete in stages": "2x1x2", "share experts": "2x2", "adapt": "2x1x2"}
 ADAPTED = "llama"  # the fixture that has an adapter
-ADAPTER_ROOM: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_decode_burst": 1}
+ADAPTER_ROOM: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_lora_heads": 1, "max_decode_burst": 1}
 EXPERTS = "qwen2_moe"  # the fixture whose experts are shared
 SHARED_EXPERTS: dict[str, Any] = {
     "enable_prefix_caching": False,

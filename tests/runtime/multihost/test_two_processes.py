@@ -133,7 +133,8 @@ def test_an_adapter_comes_to_the_devices_of_both_processes(tmp_path: Path) -> No
     fixture = Fixture.load(hosts_program.ADAPTED)
     model = fixture.write_checkpoint(tmp_path / "model")
     # Of DoRA: the ratios are computed where the layers are, half of them in the other process.
-    adapter = RandomAdapter(fixture, seed=1, config={"use_dora": True}).write(tmp_path / "adapter")
+    of_both = {"config": {"use_dora": True}, "tables": ("lm_head", "model.embed_tokens")}
+    adapter = RandomAdapter(fixture, seed=1, **of_both).write(tmp_path / "adapter")
     with two_processes("adapt", str(model), str(adapter)) as both:
         with (
             quick_engines(),
