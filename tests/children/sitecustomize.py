@@ -45,6 +45,9 @@ def begins_with(words: list[str]) -> str | None:
     """Returns the module with which an engine's process begins its work, by the command line, or None for others."""
     if words[1:3] == ["-m", "jaxvllm.bench.offline.startup"]:
         return "jaxvllm.engine.llm"
+    # A process for each part, with engines in some.
+    if words[1:3] == ["-m", "benchmarks.first_light"]:
+        return "benchmarks.result_files"
     # The second is an actor of Ray's, which may be an engine.
     if words[1:3] == ["-m", "jaxvllm.worker"] or any(word.endswith("/default_worker.py") for word in words):
         return "jaxvllm.worker.command_loop"
