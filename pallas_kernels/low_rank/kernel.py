@@ -26,7 +26,6 @@ RANKS = COLUMNS  # of a tile, of what is between the two products
 ROWS = 64  # of a unit, as long as a group has so many
 BLOCK = 128  # columns of the result, of which an item of the second product has some
 ITEMS = 4  # for each thread, where there are few units
-LEAST_WORK = 2**19  # multiply-adds that these have then, some 10 us: to wake another thread for less takes as long
 NO_GATE = "none"
 _FLOAT, _WORD, _LINE = SIZE_OF["float32"], 8, 64
 _ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
@@ -117,13 +116,11 @@ def _multiply(e: Emitter, frame: Frame, result: _LowRankProduct) -> None:
     units.end(e, number.get(), num_groups)
     wanted = num_threads(e, frame) * ITEMS
 
-    def parts_of(count: Value, most: Value, work: Value) -> Value:
-        parts = e.select(work >= LEAST_WORK, e.min(wanted // e.max(count, e.integer(1)), most), e.integer(1))
-        return e.max(parts, e.integer(1))
+    def parts_of(count: Value, most: Value) -> Value:
+        return e.max(e.min(wanted // e.max(count, e.integer(1)), most), e.integer(1))
 
-    rank_parts = parts_of(num_units, rank // RANKS, num_grouped * rank * size_in)
-    of_columns = (size_out + (BLOCK - 1)) // BLOCK, num_grouped * size_out * ((up.size(1) - 1) * result.halves)
-    column_parts = parts_of(number.get(), *of_columns)
+    rank_parts = parts_of(num_units, rank // RANKS)
+    column_parts = parts_of(number.get(), (size_out + (BLOCK - 1)) // BLOCK)
     addresses = (y.data, out.data, x.data, down.data, up.data, ratios, rows.data, between, units.address)
     captured = (*addresses, rank, up.size(1) - 1, num_groups, size_in, size_out, rank_parts, column_parts)
     parallel_runs(e, frame, num_units * rank_parts, captured, partial(_into, result))
