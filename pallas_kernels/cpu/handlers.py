@@ -126,22 +126,41 @@ class _Registered:
 
     def __init__(self) -> None:
         self._lock = Lock()  # several threads compile programs
-        self._loaded: dict[str, LoadedHandler] = {}
+        self._loaded: dict[str, Future[LoadedHandler]] = {}
 
     def add(self, target: str, code: Callable[[], bytes]) -> None:
-        from pallas_kernels.cpu.loaded_handler import LoadedHandler
+        """Registers a handler, or waits until the thread that does so already is ready.
 
+        Nothing is locked while LLVM works. The thread that makes pages and slots waited 0.4 s of a cold start for
+        kernels of the model to be stored, and what it compiles next with it.
+        """
         with self._lock:
-            if target in self._loaded:
-                return
-            loaded = LoadedHandler(target, code())
-            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(loaded.address)
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
-            self._loaded[target] = loaded
+            is_new = target not in self._loaded
+            handler = self._loaded.setdefault(target, Future())
+        if not is_new:
+            handler.result()
+            return
+        try:
+            handler.set_result(_loaded(target, code()))
+        except BaseException as error:
+            with self._lock:
+                del self._loaded[target]
+            handler.set_exception(error)
+            raise
 
     def code(self) -> dict[str, bytes]:
+        """Returns the code of all that are registered, without those that a thread compiles now."""
         with self._lock:
-            return {target: loaded.code for target, loaded in self._loaded.items()}
+            return {target: handler.result().code for target, handler in self._loaded.items() if handler.done()}
+
+
+def _loaded(target: str, code: bytes) -> "LoadedHandler":
+    from pallas_kernels.cpu.loaded_handler import LoadedHandler
+
+    loaded = LoadedHandler(target, code)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(loaded.address)
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    return loaded
 
 
 @cache
