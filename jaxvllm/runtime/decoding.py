@@ -21,7 +21,7 @@ from jaxvllm.runtime.draft_share import measured_acceptance, share_drafts
 from jaxvllm.runtime.expert_loads import with_loads
 from jaxvllm.runtime.proposers import Drafts, Known, Proposer, SeenStep
 from jaxvllm.runtime.sampler import DeviceLogprobs
-from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState
+from jaxvllm.runtime.slot_fields import ACCEPTANCE, DeviceState, Rows
 from jaxvllm.runtime.step_model import (
     DRAFT_MARK,
     Computed,
@@ -177,7 +177,7 @@ def _draft_and_verify(
     """Computes up to K + 1 tokens for each row that is alive, and at most `most` i32[R]."""
     lengths = now.state["length"][slots]
     # The token after the last draft is sampled, too.
-    room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, now.state["limit"][slots] - lengths) - 1, 0), 0)
+    room = jnp.where(is_alive, jnp.maximum(jnp.minimum(most, Rows(now.state, slots)["limit"] - lengths) - 1, 0), 0)
     with jax.named_scope("propose"):
         known = Known(params, now.kv_pages, now.state, slots, model, lengths, room)
         kv_pages, drafts = proposer.propose(known, bucket.num_drafts)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.page_pool import TRASH_PAGE
 from jaxvllm.core.step_plan import Fork
 from jaxvllm.runtime.cache_shape import KVCachePages, array_groups
-from jaxvllm.runtime.slot_fields import HISTORY, LENGTH, PAGE_TABLES, DeviceState, SlotSizes
+from jaxvllm.runtime.slot_fields import ASKED, HISTORY, LENGTH, PAGE_TABLES, DeviceState, SlotSizes
 from jaxvllm.runtime.state import slot_fields
 
 # Forks that one `fork_slots` call does.
@@ -49,8 +49,9 @@ def fork_slots(
     sources, slots, tokens = packed[:, 0], packed[:, 1], packed[:, 2]
     of_groups = packed[:, _HEAD:].reshape(len(packed), sizes.num_groups, _PER_GROUP)
     columns, old_pages, new_pages = jnp.moveaxis(of_groups, 2, 0)
-    of_slots = {field.name: state[field.name] for field in slot_fields(sizes)}
-    forked = {name: values.at[slots].set(values[sources], mode="drop") for name, values in of_slots.items()}
+    names = (*(field.name for field in slot_fields(sizes) if not field.is_asked), ASKED)
+    of_slots: DeviceState = {name: state[name] for name in names}
+    forked = jax.tree.map(lambda values: values.at[slots].set(values[sources], mode="drop"), of_slots)
     last = state[LENGTH.name][sources] - 1
     forked[HISTORY.name] = forked[HISTORY.name].at[slots, last].set(tokens, mode="drop")
     tables = forked[PAGE_TABLES.name]

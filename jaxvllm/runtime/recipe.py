@@ -103,10 +103,13 @@ class Recipe:
         with (
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
             jax.default_device(device) if is_own_gpu else nullcontext(),
-            compiled_by_another_thread(kernels),
+            compiled_by_another_thread(kernels) as handlers,
         ):
             lowered = program.lower(*self.arguments)
-        return lowered.compile(self.options)
+        compiled = lowered.compile(self.options)
+        for handler in handlers:
+            handler.result()
+        return compiled
 
     @property
     def options(self) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ bytes in the memory budget follow from these declarations (`state.py`). A logit 
 reads.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,46 @@ from jaxvllm.core.step_plan import Admission
 from jaxvllm.runtime.expert_loads import LoadShape
 from jaxvllm.runtime.side_rows import SideShape
 
-# The value of each slot field for all slots and the trash slot, by name. Donated to every call that changes it.
-type DeviceState = dict[str, jax.Array]
+# The value of each slot field for all slots and the trash slot, by name, and under `ASKED` those of an `AskedWords`.
+# Donated to every call that changes it.
+type DeviceState = dict[str, Any]
+ASKED = "asked"
+
+
+@dataclass(frozen=True)
+class FieldColumns:
+    """The columns of a field in rows of 32-bit words that have several fields."""
+
+    name: str
+    dtype: type[np.generic]
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first, self.first + math.prod(self.shape))
+
+    def of(self, words: jax.Array) -> jax.Array:
+        """Returns the field [R, *shape] of i32[R, words]."""
+        return jax.lax.bitcast_convert_type(words[:, self.columns], self.dtype).reshape(len(words), *self.shape)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["fields"])
+@dataclass(frozen=True)
+class AskedWords:
+    """The slot fields that an admission fills and no step changes: all in one array.
+
+    With an array each, the program that admits requests had 18 scatters, and took 0.34 s of the CPU to compile and not
+    0.11 (embedded model).
+    """
+
+    words: jax.Array  # i32[slots + 1, words]
+    fields: tuple[FieldColumns, ...]
+
+    def of(self, name: str, slots: jax.Array) -> jax.Array:
+        """Returns the field `name` of each of `slots` i32[R], [R, *shape]."""
+        [field] = [field for field in self.fields if field.name == name]
+        return field.of(self.words[slots])
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["state", "slots"], meta_fields=["num_drafts"])
@@ -42,7 +81,8 @@ class Rows:
 
     def __getitem__(self, name: str) -> jax.Array:
         """Returns the field `name` of each row, [R, *shape]."""
-        return self.state[name][self.slots]
+        own: jax.Array | None = self.state.get(name)
+        return self.state[ASKED].of(name, self.slots) if own is None else own[self.slots]
 
 
 @dataclass(frozen=True)
@@ -82,7 +122,8 @@ class SlotField:
 
     `fill` tells what an admitted request puts into its slot: one value, or up to as many as the last axis of `shape`
     has room for, of which those missing are `default`. Without it the device alone writes the field, and an admission
-    leaves it alone.
+    leaves it alone. Where steps change what an admission fills, `is_changed` says so, and the field has an array of its
+    own; the others share one (`AskedWords`).
 
     A rare field is large, and few requests fill it: it crosses in a call of its own, which is made only for a request
     for which some rare field's `fill` returns a value. All rare fields of its slot are set then, those for which it
@@ -96,6 +137,12 @@ class SlotField:
     fill: Callable[[Admission], Any] | None = None
     shape: Callable[[SlotSizes], tuple[int, ...]] = lambda sizes: ()
     is_rare: bool = False
+    is_changed: bool = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it is among `AskedWords`."""
+        return self.fill is not None and not self.is_rare and not self.is_changed
 
     def __post_init__(self) -> None:
         assert self.fill is None or np.dtype(self.dtype).itemsize == 4, "what an admission sends are 32-bit words"
@@ -110,12 +157,12 @@ def _num_logprobs(params: SamplingParams) -> int:
 
 
 # How far a row got, and where it ends. The host sends the bounds; the device counts.
-LENGTH = SlotField("length", np.int32, 0, lambda a: 0)  # tokens of a decoding row, 0 before its prompt is computed
+LENGTH = SlotField("length", np.int32, 0, lambda a: 0, is_changed=True)  # tokens of a decoding row; 0: in its prompt
 LIMIT = SlotField("limit", np.int32, 0, lambda a: a.request.limit)  # a row is alive while it is shorter
-IS_OVER = SlotField("is_over", np.int32, 0, lambda a: 0)  # its last token is a stop id
+IS_OVER = SlotField("is_over", np.int32, 0, lambda a: 0, is_changed=True)  # its last token is a stop id
 HISTORY = SlotField("history", np.int32, 0, None, lambda sizes: (sizes.max_tokens,))  # its tokens, prompt first
 PAGE_TABLES = SlotField(
-    "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages)
+    "page_tables", np.int32, 0, lambda a: a.pages, lambda sizes: (sizes.num_groups, sizes.max_pages), is_changed=True
 )
 # No stop id ends a row, and no late id is sampled, at a position below this.
 MIN_LENGTH = SlotField(
@@ -143,10 +190,14 @@ SAMPLING = (TEMPERATURE, SEED, NUM_LOGPROBS, LOGIT_DIVISOR)
 
 # How often the drafts of a row were right lately, in steps that divide drafts among rows; nobody knows at first. Only
 # devices with a proposer have it.
-ACCEPTANCE = SlotField("acceptance", np.float32, 0.5, lambda a: 0.5)
+ACCEPTANCE = SlotField("acceptance", np.float32, 0.5, lambda a: 0.5, is_changed=True)
 
 # What proposers keep. Where there is none that keeps anything, the device has no such fields.
-DRAFT_LENGTH = SlotField("draft_length", np.int32, 0, lambda a: a.num_cached)  # tokens that the proposer has computed
-FEATURE_LENGTH = SlotField("feature_length", np.int32, 0, lambda a: 0)  # the features are those of the last of these
+DRAFT_LENGTH = SlotField(  # tokens that the proposer has computed
+    "draft_length", np.int32, 0, lambda a: a.num_cached, is_changed=True
+)
+FEATURE_LENGTH = SlotField(  # the features are those of the last of these
+    "feature_length", np.int32, 0, lambda a: 0, is_changed=True
+)
 FEATURES = SlotField("features", np.float32, 0, None, lambda sizes: (sizes.num_features or 0,))
 DRAFTING = (DRAFT_LENGTH, FEATURE_LENGTH, FEATURES)

@@ -4,9 +4,8 @@ Arrays have `num_slots + 1` rows. The last is the trash slot: padding rows read 
 Only the suffix index, the side store and the loads of experts belong to no slot.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -22,11 +21,14 @@ from jaxvllm.runtime.sampler import FILTER_RULES, LOGIT_RULES
 from jaxvllm.runtime.slot_fields import (
     ACCEPTANCE,
     ADAPTER,
+    ASKED,
     DRAFTING,
     HISTORY,
     PROGRESS,
     SAMPLING,
+    AskedWords,
     DeviceState,
+    FieldColumns,
     SlotField,
     SlotSizes,
 )
@@ -54,7 +56,9 @@ def slot_fields(sizes: SlotSizes) -> tuple[SlotField, ...]:
 def new_state(sizes: SlotSizes) -> DeviceState:
     """Returns the slot state of an engine without requests."""
     rows = sizes.num_slots + 1
-    state = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in slot_fields(sizes)}
+    own = (field for field in slot_fields(sizes) if not field.is_asked)
+    state: DeviceState = {f.name: jnp.full((rows, *f.shape(sizes)), f.default, f.dtype) for f in own}
+    state[ASKED] = _nothing_asked(sizes)
     if sizes.has_index:
         state |= new_index(sizes)
     if sizes.loads is not None:
@@ -69,73 +73,76 @@ def state_shapes(sizes: SlotSizes) -> DeviceState:
     return shapes
 
 
-@dataclass(frozen=True)
-class _FieldWords:
-    """The place of a field's words in an admission."""
-
-    field: SlotField
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.first, self.first + math.prod(self.shape))
-
-
-def _layout(sizes: SlotSizes, is_rare: bool) -> list[_FieldWords]:
+def _layout(sizes: SlotSizes, is_rare: bool) -> dict[SlotField, FieldColumns]:
     """Returns where an admission has which field.
 
-    It is one row of 32-bit words: its slot, and then the rare or the other fields that it fills, in order.
+    It is one row of 32-bit words: its slot, and then the rare fields in order, or the others that it fills, of which
+    `AskedWords` come first.
     """
-    words: list[_FieldWords] = []
+    layout: dict[SlotField, FieldColumns] = {}
     first = 1
-    for field in slot_fields(sizes):
+    for field in sorted(slot_fields(sizes), key=lambda field: not field.is_asked):
         if field.fill is not None and field.is_rare == is_rare:
-            words.append(_FieldWords(field, first, field.shape(sizes)))
-            first += math.prod(words[-1].shape)
-    return words
+            layout[field] = FieldColumns(field.name, field.dtype, first, field.shape(sizes))
+            first = layout[field].columns.stop
+    return layout
+
+
+def _nothing_asked(sizes: SlotSizes) -> AskedWords:
+    """Returns the words of slots that nobody had yet: as an admission has them, its slot too."""
+    layout = {field: columns for field, columns in _layout(sizes, is_rare=False).items() if field.is_asked}
+    fields = tuple(layout.values())
+    row = np.zeros(fields[-1].columns.stop, np.int32)
+    for field, columns in layout.items():
+        _write(row, columns, (), field.default)
+    return AskedWords(jnp.broadcast_to(row, (sizes.num_slots + 1, len(row))), fields)
 
 
 def pack_admissions(admissions: Sequence[Admission], sizes: SlotSizes) -> NDArray[np.int32]:
     """Returns i32[ADMISSION_BATCH, words] for `admit`; unused rows go to no slot."""
     assert len(admissions) <= ADMISSION_BATCH
     layout = _layout(sizes, is_rare=False)
-    packed = np.zeros((ADMISSION_BATCH, layout[-1].columns.stop), np.int32)
+    packed = np.zeros((ADMISSION_BATCH, _num_words(layout)), np.int32)
     packed[:, 0] = sizes.num_slots + 1  # past the trash slot, so dropped
     for row, admission in zip(packed, admissions, strict=False):
         row[0] = admission.slot
-        for words in layout:
-            assert words.field.fill is not None
-            _write(row, words, words.field.fill(admission))
+        for field, columns in layout.items():
+            assert field.fill is not None
+            _write(row, columns, field.fill(admission), field.default)
     return packed
 
 
 def admit(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceState:
     """Stores the parameters and pages of newly admitted requests (`pack_admissions`) in their slots."""
     slots = packed[:, 0]
-    filled: DeviceState = {}
-    for words in _layout(sizes, is_rare=False):
-        name = words.field.name
-        values = jax.lax.bitcast_convert_type(packed[:, words.columns], words.field.dtype)
-        filled[name] = state[name].at[slots].set(values.reshape(len(slots), *words.shape), mode="drop")
+    asked: AskedWords = state[ASKED]
+    words = asked.words.at[slots].set(packed[:, : asked.words.shape[1]], mode="drop")
+    filled: DeviceState = {ASKED: replace(asked, words=words)}
+    for field, columns in _layout(sizes, is_rare=False).items():
+        if not field.is_asked:
+            filled[field.name] = state[field.name].at[slots].set(columns.of(packed), mode="drop")
     return state | filled
 
 
 def rare_words(sizes: SlotSizes) -> int:
     """Returns the number of words of what `pack_rare` returns."""
-    return _layout(sizes, is_rare=True)[-1].columns.stop
+    return _num_words(_layout(sizes, is_rare=True))
+
+
+def _num_words(layout: dict[SlotField, FieldColumns]) -> int:
+    return max(field.columns.stop for field in layout.values())
 
 
 def pack_rare(admission: Admission, sizes: SlotSizes) -> NDArray[np.int32] | None:
     """Returns i32[rare_words(sizes)] for `admit_rare`, or None for a request that asks for nothing rare."""
     layout = _layout(sizes, is_rare=True)
-    values = [words.field.fill and words.field.fill(admission) for words in layout]
+    values = [field.fill and field.fill(admission) for field in layout]
     if all(value is None for value in values):
         return None
     packed = np.zeros(rare_words(sizes), np.int32)
     packed[0] = admission.slot
-    for words, value in zip(layout, values, strict=True):
-        _write(packed, words, () if value is None else value)
+    for (field, columns), value in zip(layout.items(), values, strict=True):
+        _write(packed, columns, () if value is None else value, field.default)
     return packed
 
 
@@ -149,10 +156,7 @@ def pack_nothing_rare(sizes: SlotSizes) -> NDArray[np.int32]:
 def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> DeviceState:
     """Stores the rare fields of one newly admitted request (`pack_rare`) in its slot."""
     slot = packed[0]
-    values = {
-        words.field: jax.lax.bitcast_convert_type(packed[words.columns], words.field.dtype).reshape(words.shape)
-        for words in _layout(sizes, is_rare=True)
-    }
+    values = {field: columns.of(packed[None])[0] for field, columns in _layout(sizes, is_rare=True).items()}
     return state | {
         field.name: state[field.name]
         .at[slot]
@@ -162,12 +166,12 @@ def admit_rare(state: DeviceState, packed: jax.Array, sizes: SlotSizes) -> Devic
     }
 
 
-def _write(row: NDArray[np.int32], words: _FieldWords, value: Any) -> None:
+def _write(row: NDArray[np.int32], columns: FieldColumns, value: Any, default: float) -> None:
     """Writes what an admission fills into a field to its place in `row`."""
-    at = row[words.columns].view(words.field.dtype).reshape(words.shape or (1,))
-    values = np.atleast_1d(np.asarray(value, words.field.dtype))
+    at = row[columns.columns].view(columns.dtype).reshape(columns.shape or (1,))
+    values = np.atleast_1d(np.asarray(value, columns.dtype))
     at[..., : values.shape[-1]] = values
-    at[..., values.shape[-1] :] = words.field.default
+    at[..., values.shape[-1] :] = default
 
 
 def pack_recalls(admission: Admission) -> list[NDArray[np.int32]]:
@@ -216,4 +220,4 @@ def recount(state: DeviceState, packed: jax.Array) -> DeviceState:
 
 def state_bytes(sizes: SlotSizes) -> int:
     """Returns how many bytes of each device the slot state takes."""
-    return sum(x.size * x.dtype.itemsize for x in state_shapes(sizes).values())
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state_shapes(sizes)))

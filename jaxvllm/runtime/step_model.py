@@ -265,12 +265,13 @@ def append(
 
 def adapters_of(state: DeviceState, slots: jax.Array, model: StepModel) -> jax.Array | None:
     """Returns the slots i32[R] of the adapters of rows, or None where no row of the step has one."""
-    return state[ADAPTER.name][slots] if model.is_adapted else None
+    return Rows(state, slots)[ADAPTER.name] if model.is_adapted else None
 
 
 def are_alive(state: DeviceState, slots: jax.Array) -> jax.Array:
     """Returns bool[R]: which decode rows have a token to come."""
-    return (state["length"][slots] < state["limit"][slots]) & (state["is_over"][slots] == 0)
+    rows = Rows(state, slots)
+    return (rows["length"] < rows["limit"]) & (rows["is_over"] == 0)
 
 
 def trash_slot(state: DeviceState) -> int:

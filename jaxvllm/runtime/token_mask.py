@@ -24,7 +24,7 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // BITS)
 
 
-IS_MASKED = SlotField("is_masked", np.int32, 0, lambda admission: 0)
+IS_MASKED = SlotField("is_masked", np.int32, 0, lambda admission: 0, is_changed=True)
 MASK = SlotField("mask", np.int32, 0, None, lambda sizes: (mask_words(sizes.vocab_size),))
 
 

@@ -7,6 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -260,11 +261,10 @@ def test_what_breaks_off_resets_all(llm: LLM, expected: list[Any], monkeypatch: 
 def test_what_is_for_one_replica_changes_nothing_in_the_others(llm: LLM) -> None:
     llm.generate(PROMPTS, WAYS, use_tqdm=False)  # slots keep what they had
     [holder] = llm.engine.holders
-    before = {name: np.array(values) for name, values in holder._state.items()}
+    before = jax.tree.map(np.array, holder._state)
     for kind, words in holder.unchanging.items():
         holder.make(kind(np.concatenate([words] * holder.num_replicas)))
-    for name, values in holder._state.items():
-        np.testing.assert_array_equal(np.asarray(values), before[name], err_msg=name)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, holder._state), before)
 
 
 def test_each_device_has_some_experts_and_no_other_has_them(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxvllm.core.step_plan import Fork, PageCopy
 from jaxvllm.runtime.forks import FORK_BATCH, fork_slots, pack_forks
 from jaxvllm.runtime.slot_fields import SlotSizes
-from jaxvllm.runtime.state import SLOT_FIELDS
+from jaxvllm.runtime.state import state_shapes
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -21,9 +22,7 @@ jitted = jax.jit(partial(fork_slots, sizes=SIZES))
 def test_forks_are_copies_with_a_page_and_a_token_of_their_own() -> None:
     random = np.random.default_rng(0)
     rows = SIZES.num_slots + 1
-    state = {
-        field.name: random.integers(1, 9, (rows, *field.shape(SIZES))).astype(field.dtype) for field in SLOT_FIELDS
-    }
+    state = jax.tree.map(lambda x: random.integers(1, 9, x.shape).astype(x.dtype), state_shapes(SIZES))
     state["length"][:] = random.integers(2, SIZES.max_tokens + 1, rows)
     pages = [random.normal(size=(layers, 12, 1, 2, 4)).astype(np.float32) for layers in (2, 3)]
     forks = [
@@ -31,10 +30,10 @@ def test_forks_are_copies_with_a_page_and_a_token_of_their_own() -> None:
         Fork(2, 2, 30, (None, None)),
         Fork(0, 5, 32, (PageCopy(3, 6, 8), None)),
     ]
-    expected, copied = {name: values.copy() for name, values in state.items()}, [of_group.copy() for of_group in pages]
+    expected, copied = jax.tree.map(np.copy, state), [of_group.copy() for of_group in pages]
     for fork in forks:
-        for name in expected:
-            expected[name][fork.slot] = state[name][fork.source]
+        for new, old in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
+            new[fork.slot] = old[fork.source]
         expected["history"][fork.slot, state["length"][fork.source] - 1] = fork.token_id
         for group, copy in enumerate(fork.copies):
             if copy is not None:
@@ -42,8 +41,7 @@ def test_forks_are_copies_with_a_page_and_a_token_of_their_own() -> None:
                 copied[group][:, copy.page] = pages[group][:, copy.source]
     on_device = jax.tree.map(jnp.asarray, (tuple(pages), state))
     got_pages, got = jitted(*on_device, pack_forks(forks, SIZES))
-    for name, values in expected.items():
-        np.testing.assert_array_equal(got[name], values, name)
+    chex.assert_trees_all_equal(got, expected)
     for of_group, wanted in zip(got_pages, copied, strict=True):
         np.testing.assert_array_equal(of_group, wanted)
 

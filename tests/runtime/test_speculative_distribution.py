@@ -17,7 +17,7 @@ from jaxvllm.runtime.batch import pack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import CacheShape
 from jaxvllm.runtime.proposers import Drafts, HistoryProposer
-from jaxvllm.runtime.slot_fields import DeviceState
+from jaxvllm.runtime.slot_fields import DeviceState, Rows
 from jaxvllm.runtime.state import new_state
 from jaxvllm.runtime.step_model import DRAFT_MARK, Computed, StepModel
 from jaxvllm.runtime.token_mask import pack_bits
@@ -90,10 +90,11 @@ def exact(row: Row) -> np.ndarray:
 def state_of(row: Row) -> DeviceState:
     """Every slot asks for the same."""
     state = new_state(MODEL.sizes)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    asked = {name: getattr(row, name) for name in (*names, *(n for n in state if n.endswith("_penalty")))}
-    asked |= {"limit": len(PROMPT) + NUM_NEW, "num_prompt": len(PROMPT)}
-    state |= {name: jnp.full_like(state[name], value) for name, value in asked.items()}
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    given = {name: getattr(row, name) for name in ("temperature", "top_k", "top_p", "min_p", *penalties)}
+    given |= {"limit": len(PROMPT) + NUM_NEW, "num_prompt": len(PROMPT)}
+    rows = Rows(state, jnp.arange(MODEL.sizes.num_slots + 1))
+    state |= {name: jnp.full_like(rows[name], value) for name, value in given.items()}
     state["prompt_tokens"] = jnp.broadcast_to(pack_bits(np.array(PROMPT, np.int32)), state["prompt_tokens"].shape)
     return state
 

@@ -92,14 +92,20 @@ def filled() -> DeviceState:
     return jax.tree.map(lambda x: np.full(x.shape, 99, x.dtype), state)
 
 
+def fields_of(state: DeviceState) -> dict[str, np.ndarray]:
+    rows = Rows(state, np.arange(NUM_SLOTS + 1))  # type: ignore[arg-type]
+    return {field.name: np.asarray(rows[field.name]) for field in SLOT_FIELDS}
+
+
 @settings(max_examples=60)
 @given(admission_batches())
 def test_round_trip(admissions: list[Admission]) -> None:
     before = filled()
     after: Any = jax.tree.map(np.asarray, jitted_admit(before, pack_admissions(admissions, SIZES)))
+    of_slots = fields_of(after)
     for admission in admissions:
         slot, request, params = admission.slot, admission.request, admission.request.sampling_params
-        got = {name: values[slot] for name, values in after.items()}
+        got = {name: values[slot] for name, values in of_slots.items()}
         # Bit for bit: the floats cross as int32 words.
         assert got["temperature"] == np.float32(0 if params.greedy else params.temperature)
         assert got["top_p"] == np.float32(params.top_p) and got["min_p"] == np.float32(params.min_p)
@@ -143,18 +149,22 @@ def test_the_trash_slot_stays_plain() -> None:
     # Padding rows have its parameters: were it to want log-probabilities or top_p, every padded step would pay.
     new = new_state(SIZES)
     assert len(new["length"]) - 1 == SIZES.trash_slot == NUM_SLOTS
-    assert (new["temperature"][-1], new["top_p"][-1], new["num_logprobs"][-1]) == (0, 1, -1)
+    trash = {name: values[-1] for name, values in fields_of(new).items()}
+    for field in SLOT_FIELDS:
+        np.testing.assert_array_equal(trash[field.name], field.default, field.name)
     after = jitted_admit(new, pack_admissions((), SIZES))
     chex.assert_trees_all_equal(new, after)
 
 
 def test_every_sampling_parameter_reaches_the_device() -> None:
     admission = admitted(repetition_penalty=2.0)
-    state = jitted_admit(filled(), pack_admissions([admission], SIZES))
+    before = filled()
+    state = jitted_admit(before, pack_admissions([admission], SIZES))
     state = jitted_admit_rare(state, pack_rare(admission, SIZES))
+    old, new = fields_of(before), fields_of(state)
     for field in SLOT_FIELDS:
         filled_in = field.is_rare or field.fill is not None
-        assert not filled_in or not np.any(np.asarray(state[field.name])[3] == 99), field.name
+        assert not filled_in or not np.any(new[field.name][3] == old[field.name][3]), field.name
 
 
 def example(**params: Any) -> Request:
@@ -167,7 +177,7 @@ def admitted(**params: Any) -> Admission:
 
 
 def rare_fields(state: DeviceState) -> dict[str, np.ndarray]:
-    return {field.name: np.asarray(state[field.name])[3] for field in SLOT_FIELDS if field.is_rare}
+    return {field.name: fields_of(state)[field.name][3] for field in SLOT_FIELDS if field.is_rare}
 
 
 def test_a_request_that_asks_for_nothing_rare_sends_nothing_rare() -> None:
@@ -232,7 +242,7 @@ def test_sampled_tokens_are_counted_for_those_who_ask_up_to_what_fits() -> None:
 
 def test_a_negative_seed_is_its_two_s_complement() -> None:
     packed = pack_admissions([Admission(0, example(), np.ones((2, 1), np.int32))], SIZES)
-    seed = np.asarray(jitted_admit(filled(), packed)["seed"])[0]
+    seed = fields_of(jitted_admit(filled(), packed))["seed"][0]
     assert seed.tolist() == [2**32 - 2, 2**32 - 1]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import jax
@@ -54,8 +55,10 @@ def struct(shape: tuple[int, ...]) -> Any:
 def code_of(directory: Path, some: int) -> bytes:
     """Compiles a kernel, or finds it in `directory`, as a program does that names it."""
     handler = Handler(adding_some, (some,), host_chip())
-    with handlers.compiled_by_another_thread(StoredKernels(directory)):
+    with handlers.compiled_by_another_thread(StoredKernels(directory)) as kernels:
         jax.eval_shape(lambda x: handler(struct(x.shape), x), np.zeros(4, np.int32))
+    for kernel in kernels:
+        kernel.result()
     return registered_code()[handler.target]
 
 
@@ -128,6 +131,26 @@ def test_kernels_that_others_may_write_are_not_used(tmp_path: Path, new_process:
 def _plus_three(x: jax.Array) -> jax.Array:
     result: jax.Array = Handler(adding_some, (3,), host_chip())(struct(x.shape), x)
     return result
+
+
+def test_a_program_is_compiled_before_the_code_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, compile_it = Event(), Handler.compile
+
+    def late(handler: Handler) -> bytes:
+        goes_on.wait()
+        return compile_it(handler)
+
+    monkeypatch.setattr(Handler, "compile", late)
+    handler = Handler(adding_some, (4,), host_chip())
+    try:
+        with handlers.compiled_by_another_thread() as kernels:
+            lowered = jax.jit(lambda x: handler(struct(x.shape), x)).lower(struct((4,)))
+        program, [kernel] = lowered.compile(), kernels
+        assert not kernel.done()
+    finally:
+        goes_on.set()
+    kernel.result()
+    np.testing.assert_array_equal(program(np.arange(4, dtype=np.int32)), [4, 5, 6, 7])
 
 
 def test_programs_that_are_not_stored_find_their_kernels(tmp_path: Path) -> None:
