@@ -11,12 +11,12 @@ MODEL = "model"
 # An axis that maps to None is whole on every device.
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": MODEL,
-    "vocab_of_replicas": (DATA, MODEL),  # of tables that each replica of the mesh has for itself
     "embed": None,
     "heads": MODEL,  # query heads, grouped by their KV head
     "kv_heads": MODEL,
     "ffn": MODEL,
     "experts": (DATA, MODEL),  # over all replicas of the mesh: where each has experts of its own, it has its own mesh
+    "vocab_of_replicas": (DATA, MODEL),  # of tables that each replica of the mesh has for itself
     "pages": DATA,
     "replicas": DATA,
     "layers": STAGE,
