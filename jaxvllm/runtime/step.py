@@ -120,11 +120,12 @@ def sample_rows(
     tokens, best = draw(state, logits, slots, unsampled.positions, model)
     is_over = are_stops(state, tokens, slots, unsampled.positions)
     counts = (slots != trash_slot(state)).astype(jnp.int32)
-    state = append(state, slots, unsampled.positions, tokens[:, None], counts, is_over)
+    is_plain = model.sampling.is_plain
+    state = append(state, slots, unsampled.positions, tokens[:, None], counts, is_over, is_plain)
     yielded = jnp.stack([counts, tokens], axis=1)
     best = jax.tree.map(lambda x: x[None], best)
-    # A mask is for one token: the row's next step may sample without.
-    state = state | {IS_MASKED.name: state[IS_MASKED.name].at[slots].set(0)}
+    if not is_plain:  # a mask is for one token: the row's next step may sample without
+        state = state | {IS_MASKED.name: state[IS_MASKED.name].at[slots].set(0)}
     return state, DeviceOutput(yielded, best)
 
 

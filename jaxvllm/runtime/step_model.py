@@ -247,17 +247,26 @@ def are_stops(state: DeviceState, tokens: jax.Array, slots: jax.Array, positions
 
 
 def append(
-    state: DeviceState, slots: jax.Array, lengths: jax.Array, tokens: jax.Array, counts: jax.Array, over: jax.Array
+    state: DeviceState,
+    slots: jax.Array,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    counts: jax.Array,
+    over: jax.Array,
+    is_plain: bool = False,
 ) -> DeviceState:
     """Gives `slots` i32[R], with `lengths` i32[R], the first `counts[r]` of `tokens` i32[R, N].
 
-    `over` bool[R]: whether the last of these ends the row. The trash slot stays as it is.
+    `over` bool[R]: whether the last of these ends the row. The trash slot stays as it is. With `is_plain` no row has
+    penalties, for which tokens are counted.
     """
     trash, places = trash_slot(state), jnp.arange(tokens.shape[1])
     at = jnp.where((slots == trash) | (counts == 0), trash + 1, slots)  # past all, so dropped
     each = jnp.where(places < counts[:, None], at[:, None], trash + 1)
     state = record(state, each, lengths[:, None] + places, tokens)
-    return count_tokens(state, slots, tokens, counts) | {
+    if not is_plain:
+        state = count_tokens(state, slots, tokens, counts)
+    return state | {
         "length": state["length"].at[at].set(lengths + counts, mode="drop"),
         "is_over": state["is_over"].at[at].set(over.astype(jnp.int32), mode="drop"),
     }
