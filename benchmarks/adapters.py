@@ -26,7 +26,7 @@ from benchmarks.qwen3 import MODEL_EXPERTS, qwen3, qwen3_600m, write_model
 from benchmarks.result_files import ROOT, machine, write_record
 from jaxvllm import LLM, LoRARequest, SamplingParams
 from jaxvllm.models.families import find_family, model_spec
-from jaxvllm.models.lora_arrays import lora_modules
+from jaxvllm.models.lora_modules import lora_modules
 
 # 512 and 1024 wide, the latter as Qwen3 0.6B is, with fewer layers and words.
 NARROW = qwen3(8, 512, 1536, 8, 4, 64, 4096, max_position_embeddings=1024, torch_dtype="float32")

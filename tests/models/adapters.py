@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxvllm.models.families import find_family, model_spec
-from jaxvllm.models.lora_arrays import LoraModule, lora_modules
+from jaxvllm.models.lora_modules import LoraModule, lora_modules
 from jaxvllm.models.outer_lora import EMBED
 from tests.models.fixture import FIXTURES, Fixture
 from tests.models.seeded_weights import seeded_weights
