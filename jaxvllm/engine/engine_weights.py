@@ -11,7 +11,7 @@ from jaxvllm.engine.new_weights import WeightSource, new_weights
 from jaxvllm.engine.replica import Replica
 from jaxvllm.kv_transfer.versioned_connector import VersionedConnector
 from jaxvllm.models.attention import KV_SCALES
-from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora import without_adapters
 from jaxvllm.models.params import Params
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.runner import Runner
@@ -61,7 +61,7 @@ class EngineWeights:
         """
         if self._sleep:
             raise ValueError("the weights sleep, and are not on the devices: call wake_up first")
-        return {name: value for name, value in self._holders[0].params.items() if name != LORA}
+        return without_adapters(self._holders[0].params)
 
     @property
     def _sleep(self) -> bool:

@@ -208,7 +208,9 @@ def run_part[Kv](
 
 def for_head(params: Params, spec: ModelSpec, hidden: jax.Array, adapters: TokenAdapters | None) -> jax.Array:
     """Returns what `project_logits` reads of hidden states [T, E] whose tokens have `adapters`, if any has one."""
-    return hidden if spec.lora is None else spec.lora.with_columns(params[LORA], hidden, adapters)
+    if spec.lora is None:
+        return hidden
+    return spec.lora.with_zeros(hidden) if adapters is None else spec.lora.with_columns(params[LORA], hidden, adapters)
 
 
 def project_logits(params: Params, spec: ModelSpec, hidden: jax.Array) -> jax.Array:

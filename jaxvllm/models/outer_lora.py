@@ -106,10 +106,12 @@ class OuterLora:
         columns = axis.sum(jnp.where(is_here[:, None], _of_own(of_slots, tokens), 0))
         return self._raised(weights[UP + EMBED], columns, x)
 
-    def with_columns(self, adapters: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters | None) -> jax.Array:
-        """Returns hidden states [T, E] with the columns that `logits` reads, which are zeros without `tokens`."""
-        if tokens is None:
-            return jnp.pad(hidden, ((0, 0), (0, self.num_columns)))
+    def with_zeros(self, hidden: jax.Array) -> jax.Array:
+        """Returns hidden states [T, E] with the columns that `logits` reads, of tokens without adapters."""
+        return jnp.pad(hidden, ((0, 0), (0, self.num_columns)))
+
+    def with_columns(self, adapters: Mapping[str, Any], hidden: jax.Array, tokens: TokenAdapters) -> jax.Array:
+        """Returns the same with the columns of the adapters of `tokens`."""
         weights, parts = adapters[OUTSIDE], [hidden]
         if self._has(HEAD):
             parts.append(self._low_rank_columns(weights, hidden, tokens))

@@ -136,6 +136,16 @@ class ModelSpec:
         """The number of adapters that there is room for at once."""
         return max((room.num_slots for layer in self.layers for room in layer.lora_rooms), default=0)
 
+    @cached_property
+    def without_layer_rooms(self) -> "ModelSpec":
+        """The model that steps without adapters compute: its layers have no room for any.
+
+        It has the same arrays otherwise, in the same stacks.
+        """
+        if not self.has_lora:
+            return self
+        return replace(self, layers=tuple(replace(layer, lora=None, expert_lora=None) for layer in self.layers))
+
     @property
     def shares_memory(self) -> bool:
         """Whether a layer reads the memory of another."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jaxvllm.core.lora import LoraAdapter
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora import LORA, without_adapters
 from jaxvllm.models.params import Params, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.models.spread import Spread
@@ -388,8 +388,8 @@ class Runner(PlanRunner):
                 self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
                 return StepResult(output, None if scores is None else scores.best)
             case Forward(bucket, packed):
-                begin = self.programs.wait_for(bucket).begin
-                forwarded = begin(self._params, self._kv_pages, self._state, packed)
+                program = self.programs.wait_for(bucket)
+                forwarded = program.started(self._params, self._kv_pages, self._state, packed)
                 self._kv_pages, self._state, unsampled, scores = forwarded
                 self._forwarded = Forwarded(unsampled, scores, head_of(self._params))
             case Read(bucket, packed, number):
@@ -435,7 +435,7 @@ class Runner(PlanRunner):
                 self._fill_adapter(self._adapter_fills.unpacked(packed))
             case EmptyAdapters():
                 assert self._adapter_fills is not None, "there is no room for adapters"
-                self._params = {name: value for name, value in self._params.items() if name != LORA}  # freed first
+                self._params = without_adapters(self._params)  # freed first
                 self._params[LORA] = self._adapter_fills.empty()
             case Reset():
                 self._kv_pages = self._state = self._forwarded = None  # type: ignore[assignment]  # freed before the new

@@ -67,7 +67,8 @@ class StepModel:
 
     @property
     def _spread(self) -> Spread:
-        return Spread(self.spec, self.axis.size, self.pipeline.stages.size)
+        computed = self.spec if self.is_adapted else self.spec.without_layer_rooms
+        return Spread(computed, self.axis.size, self.pipeline.stages.size)
 
 
 @partial(

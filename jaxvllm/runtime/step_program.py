@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES
 from jaxvllm.core.step_sizes import step_overhead
+from jaxvllm.models.lora import without_adapters
 from jaxvllm.models.params import Params, activation_dtype, head_of
 from jaxvllm.models.spec import ModelSpec
 from jaxvllm.runtime.batch import packed_size
@@ -44,13 +45,15 @@ _NO_PAGES = CacheShape(1, 1, 1, 1, jnp.dtype(jnp.float32), 1)
 class StepProgram:
     """The compiled step of a bucket: one program for decode rows, and two where prompts are computed.
 
-    `begin` is `decoding.decode`, which does all, or `step.forward`, to be followed by `sample`.
+    `begin` is `decoding.decode`, which does all, or `step.forward`, to be followed by `sample`. It gets the arrays of
+    adapters only where `is_adapted`.
     """
 
     begin: jax.stages.Compiled
     sample: jax.stages.Compiled | None = None
     readouts: Mapping[str, Callable[[], ReadProgram]] = field(default_factory=dict)  # each compiled at its first call
     read_bytes: int = 0  # that the largest program of an expected readout needs beyond its arguments
+    is_adapted: bool = False
 
     @property
     def parts(self) -> tuple[jax.stages.Compiled, ...]:
@@ -67,9 +70,15 @@ class StepProgram:
     ) -> tuple[KVCachePages, DeviceState, DeviceOutput, PromptScores | None]:
         """Dispatches the whole step, whose last result only a bucket for prompts has. Donates `kv_pages`, `state`."""
         if self.sample is None:
-            return (*self.begin(params, kv_pages, state, packed), None)
-        kv_pages, state, unsampled, scores = self.begin(params, kv_pages, state, packed)
+            return (*self.started(params, kv_pages, state, packed), None)
+        kv_pages, state, unsampled, scores = self.started(params, kv_pages, state, packed)
         return kv_pages, *self.finish(head_of(params), state, unsampled), scores
+
+    def started(self, params: Params, kv_pages: KVCachePages, state: DeviceState, packed: Any) -> tuple[Any, ...]:
+        """Dispatches `begin`, and returns what it does. Donates `kv_pages` and `state`."""
+        given = params if self.is_adapted else without_adapters(params)
+        results: tuple[Any, ...] = self.begin(given, kv_pages, state, packed)
+        return results
 
     def finish(
         self, head: Params, state: DeviceState, unsampled: Unsampled, *turns: Any
@@ -109,7 +118,7 @@ class StepCompiler:
     def compile(self, bucket: Bucket) -> StepProgram:
         """Compiles the step of `bucket`. Sampling depends only on the number of rows, and is compiled once for each."""
         if bucket.is_decode:
-            return StepProgram(self.compile_begin(bucket))
+            return StepProgram(self.compile_begin(bucket), is_adapted=bucket.is_adapted)
         # Both at once: compilers run outside of Python's lock. A cold start took 4.2 s and not 4.6 (2 cores).
         with ThreadPoolExecutor(1) as other:
             begin_later = other.submit(self._forward, bucket)
@@ -118,7 +127,7 @@ class StepCompiler:
                 self._samplers[kind] = self.compile_sampler(*kind)
             begin, sample = begin_later.result(), self._samplers[kind]
         if bucket.is_plain:
-            return StepProgram(begin, sample)
+            return StepProgram(begin, sample, is_adapted=bucket.is_adapted)
         readouts = {one.name: self._reader(one, bucket) for one in DEVICE_READOUTS if one.is_possible(self.sampling)}
         if bucket.is_split:  # a row has asked for it that may want distributions in the step at hand
             readouts[DISTRIBUTIONS.name]()
@@ -126,7 +135,7 @@ class StepCompiler:
         if self.sampling.has_wide_scores:  # their largest part decides how much memory the step needs
             readouts[WIDE_SCORES.name]()
             read_bytes = max(map(step_bytes, self._shared.values()))
-        return StepProgram(begin, sample, readouts, read_bytes)
+        return StepProgram(begin, sample, readouts, read_bytes, bucket.is_adapted)
 
     def _forward(self, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles `StepProgram.begin` of a bucket for prompts, or takes that of its plain twin, which is the same."""
@@ -151,7 +160,8 @@ class StepCompiler:
         if self.proposer is not None and (bucket.num_drafts or self._is_seen(bucket)):
             run = partial(run, proposer=self.proposer)
         packed = self.of_replicas((packed_size(bucket, self.shape.sizes(self.spec)),), jnp.int32)
-        arguments = (self.params, self.kv, self.state, packed)
+        params = self.params if bucket.is_adapted else without_adapters(self.params)
+        arguments = (params, self.kv, self.state, packed)
         stays: Any = OF_REPLICAS
         read: Any = self._read_by_host
         outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays, choices=stays))
