@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from jaxvllm import LLM, LoRARequest, RequestOutput, SamplingParams
 from jaxvllm.engine.exported_request import ExportedRequest
-from jaxvllm.models.lora import MOST_MASKED
+from jaxvllm.models.lora import LORA, MOST_MASKED
 from jaxvllm.models.params import head_of
 from jaxvllm.runtime.readouts.readout import Forwarded
 from tests.conftest import Compilations
@@ -93,6 +93,16 @@ def test_each_request_has_the_tokens_of_its_merged_weights(
         assert tokens_of(llm, paths) == expected
     assert seen.count == 0, seen.names
     assert_idle(llm)
+
+
+def test_only_steps_with_adapters_are_called_with_their_arrays(llm: LLM) -> None:
+    programs = llm.engine.holders[0].programs
+    sizes = {False: 0, True: 0}
+    for bucket in (one for one in programs.ladder.buckets if one.num_rows == programs.ladder.largest.num_rows):
+        (params, *_), _ = programs.wait_for(bucket).begin.args_info
+        assert (LORA in params) == bucket.is_adapted, str(bucket)
+        sizes[bucket.is_adapted] += 1
+    assert sizes[False] == sizes[True] > 0
 
 
 @pytest.mark.parametrize(
