@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxvllm.models.forms import Matrix
 from jaxvllm.models.heads.head import DRAFT
-from jaxvllm.models.lora import LORA
+from jaxvllm.models.lora import LORA, without_adapters
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.parked_params import ParkedArray
 
@@ -42,7 +42,7 @@ def new_weights(
     if isinstance(given, Path) and is_part:
         raise ValueError("partial is for arrays, and a directory has all weights: give the tensors of its files")
     if not isinstance(given, Path) and _is_tree(given):
-        trees = [_without(params, LORA) for params in before]
+        trees = [without_adapters(params) for params in before]
         made = [jax.tree.map(_placed, checked_tree(given, tree, is_part), tree) for tree in trees]
     else:
         made = read(given, [_without(params, DRAFT, LORA) for params in before] if is_part else None)
