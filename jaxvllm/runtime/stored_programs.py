@@ -11,6 +11,8 @@ import os
 import pickle
 import zlib
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -100,8 +102,11 @@ def _load(files: EntryFiles, name: str, recipe: Recipe) -> jax.stages.Compiled |
 def _compile_and_store(
     files: EntryFiles, name: str, recipe: Recipe, kernels: StoredKernels | None
 ) -> jax.stages.Compiled:
+    # A function that jax does not know: of one that this process has compiled before it remembers the program, and that
+    # may come from jax's cache.
+    unknown = replace(recipe, run=partial(recipe.run))
     with set_aside():
-        program = recipe.compile(kernels)
+        program = unknown.compile(kernels)
     try:
         # All handlers of this process: they are few (50 KB of the demo model), and nothing says which of them a program
         # calls.

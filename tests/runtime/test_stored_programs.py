@@ -92,10 +92,13 @@ def test_a_program_that_is_in_jaxs_cache_is_stored_so_that_it_runs(
     recipe = add(run=_sorted_sum)
     recipe.compile()
     assert list((tmp_path / "cache").iterdir())
-    for _ in range(2):
-        jax.clear_caches()  # as a new process
-        program = StoredPrograms(tmp_path / "programs").make(recipe)
-        np.testing.assert_array_equal(program(X[::-1].copy(), X), 2 * X)
+    for directory in ("programs", "others"):
+        for _ in range(2):
+            jax.clear_caches()  # as a new process
+            if directory == "others":
+                recipe.compile()  # for an engine that stores no programs: jax loads this one and remembers it
+            program = StoredPrograms(tmp_path / directory).make(recipe)
+            np.testing.assert_array_equal(program(X[::-1].copy(), X), 2 * X)
 
 
 def _sum(x: jax.Array, bias: jax.Array, axis: ModelAxis) -> jax.Array:
