@@ -85,19 +85,12 @@ def forward(
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
-    adapters = computed.adapters
-    if adapters is not None:
-        hidden = for_head(params, model.shard, hidden, adapters)
-
-    def for_others(hidden: jax.Array) -> jax.Array:
-        """Makes room for columns where there are none yet: what others read has one shape in all steps."""
-        return hidden if adapters is not None else for_head(params, model.shard, hidden, None)
-
+    hidden = for_head(params, model.shard, hidden, computed.adapters)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)
-    unsampled = Unsampled(for_others(hidden[last]), slots, starts + batch.lengths)
-    return kv_pages, state, unsampled, Readable(for_others(hidden), computed.choices)
+    unsampled = Unsampled(hidden[last], slots, starts + batch.lengths)
+    return kv_pages, state, unsampled, Readable(hidden, computed.choices)
 
 
 def _are_read(batch: Batch, rows: RaggedRows) -> jax.Array:
