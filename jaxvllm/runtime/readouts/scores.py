@@ -1,7 +1,7 @@
 """The log-probabilities of the tokens of prompts, each from the hidden state of the token before it, and the best ones.
 
-They are a program of their own, and no part of the forward pass of each bucket: that compiles in three quarters of the
-time, and computes nothing for tokens that are not scored.
+They are a program of their own, and no part of the forward pass of each bucket, which compiles in three quarters of the
+time without them.
 """
 
 from collections.abc import Iterable, Sequence
