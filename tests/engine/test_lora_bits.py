@@ -36,8 +36,10 @@ def bits(llm: LLM, prompts: list[list[int]], adapters: list[LoRARequest | None])
 @pytest.mark.parametrize("of", [dense, experts], ids=["dense", "experts"])
 def test_alone_and_together(of: ModuleType, tmp_path: Path) -> None:
     paths = [one.write(tmp_path / str(number)) for number, one in enumerate(of.ADAPTERS)]
+    # Rows decode in bursts with the dense model only. Bursts of experts took four more seconds of the CPU to compile.
+    options = of.OPTIONS | ({"max_decode_burst": 1} if of is experts else {})
     adapters = [None if who == 0 else LoRARequest(str(who), who, str(paths[who - 1])) for who in of.WHO]
-    with tiny_llm(of.FIXTURE.write_checkpoint(tmp_path / "model"), **of.OPTIONS) as llm:
+    with tiny_llm(of.FIXTURE.write_checkpoint(tmp_path / "model"), **options) as llm:
         together = bits(llm, of.PROMPTS, adapters)
         for number in reversed(range(len(of.WHO))):  # adapters come into other slots
             assert bits(llm, [of.PROMPTS[number]], [adapters[number]]) == [together[number]]
