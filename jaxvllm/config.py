@@ -75,7 +75,7 @@ class EngineConfig:
     override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
-    quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
+    quantization: Quantization | None = None  # of layers' matrices; None: in --dtype, or as a checkpoint is quantized
     # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
     enable_expert_parallel: bool = False
     # How tokens come to the experts that replicas share: every device gathers all of them, or each is sent where it is
@@ -103,8 +103,8 @@ class EngineConfig:
     max_num_batched_tokens: StepTokens | None = None  # tokens in a replica's step; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     page_size: PageSize = 16  # tokens in a page; small pages share prefixes more finely, large ones are faster to read
-    # KV pages of each replica; None: as many as fit into memory_utilization. Where some layers have a window, these are
-    # the pages of the layers that see most, and the others' follow.
+    # KV pages of each replica. Where some layers have a window, these are the pages of the layers that see most, and
+    # those of the others follow. None: as many as fit into memory_utilization.
     num_pages: Tokens | None = None
     memory_utilization: Share = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens

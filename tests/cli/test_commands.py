@@ -82,7 +82,8 @@ def test_help_shows_defaults_as_a_user_would_type_them(argv, capsys):
         (["serve", "--lora-dtype", "float32"], ["--lora-dtype: leave it out (adapters have the dtype of the model)"]),
         (["generate", "hi", "--enable-lora"], ["unknown option --enable-lora"]),
         (["serve", "--kv-cache-memory-bytes", "9"], ["--kv-cache-memory-bytes: leave it out (memory_utilization or"]),
-        (["serve", "-q", "experts_int8"], ["-q: use --quantization int8 (or leave it out if the checkpoint is quan"]),
+        (["serve", "-q", "experts_int8"], ["-q experts_int8: use --quantization NAME (NAME is int8, fp8, int4,"]),
+        (["serve", "--hf-token", "a secret"], ["--hf-token: leave it out ("]),
         (["serve", "--kv-offloading-size=8"], ["--kv-offloading-size: use --kv-transfer-config '{\"kv_connector"]),
         (["serve", "-sc.method=x", "--structured-outputs-config.enable_in_reasoning=true"],
          ["--structured-outputs-config.enable_in_reasoning: leave it out (the form of an answer"]),
@@ -149,6 +150,8 @@ def test_help_is_plain_where_it_was_a_riddle(capsys):
     assert "auto: that of --dtype" in out
     assert "share of a device's memory (on CPU: of the free memory)" in out
     assert "VLLM_SERVER_DEV_MODE" not in out, "nothing here reads it"
+    assert "--mesh TEXT Replicas of the model x devices that each replica is spread over" in out, "a comment above it"
+    assert 'as JSON: {"method": "ngram", "num_speculative_tokens": 3} (default: the tokens that' in out
 
 
 def test_a_wrong_value_is_one_line(capsys):
