@@ -75,7 +75,7 @@ class EngineConfig:
     override_generation_config: str = "{}"  # default sampling parameters that win, as JSON: {"temperature": 0.5}
     load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights from the config alone
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's, or float32 on many CPUs
-    quantization: Quantization | None = None  # of the layers' matrices, made when they are read; None: as --dtype
+    quantization: Quantization | None = None  # of layers' matrices; None: in --dtype, or as a checkpoint is quantized
     # Each device has some experts whole, and not a part of each. The replicas of a mesh share them, and step together.
     enable_expert_parallel: bool = False
     # How tokens come to the experts that replicas share: every device gathers all of them, or each is sent where it is

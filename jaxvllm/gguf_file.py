@@ -107,7 +107,7 @@ class _GgufCursor:
     def __init__(self, path: Path, data: mmap.mmap, has_texts: bool):
         self._path, self._data, self._at, self._end = path, data, 0, len(data)
         self._has_texts = has_texts
-        if self._take(4, "its first bytes") != MAGIC:
+        if self._take(4, "its first word") != MAGIC:
             raise ValueError(f"{path} is not a GGUF file: it begins with {data[:4]!r}")
         version = self._number("<I", "its version")
         if version not in VERSIONS:

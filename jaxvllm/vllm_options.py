@@ -83,10 +83,10 @@ VALUES: Mapping[str, Mapping[str, str | Unneeded | Refused | None]] = {
             Unneeded("quantized checkpoints are recognized by their config.json")
         ),
         ".*": Refused(
-            "or leave it out if the checkpoint is quantized so, which its config.json tells; int8, fp8 and int4 are "
-            "made of any checkpoint",
+            "NAME is int8, fp8, int4, int4_g32, int8_w8a8 or fp8_w8a8, which are made of any checkpoint; leave it out "
+            "if the checkpoint is quantized already, which its config.json tells",
             field="quantization",
-            value="int8",
+            value="NAME",
         ),
     },
 }

@@ -81,7 +81,9 @@ def translate(
             instead = (
                 "leave it out" if option.field is None else f"use {spelling.ours(option.field, option.value or '')}"
             )
-            problems.append(f"{written}: {instead} ({option.why})")
+            # What is refused for its value alone is told with it. Others may be secrets, such as hf_token.
+            refused = f"{written} {_text(value)}" if name in VALUES else written
+            problems.append(f"{refused}: {instead} ({option.why})")
         else:
             meaning = meanings.setdefault(option.field, _Meaning(option))
             meaning.names.append(written if option.takes == "nothing" else f"{written} {_text(value)}")

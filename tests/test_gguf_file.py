@@ -59,7 +59,7 @@ def test_metadata_and_tensors_are_those_that_were_written(tmp_path: Path) -> Non
     ("data", "message"),
     [
         (b"", "is empty"),
-        (b"GG", "its first bytes takes 4 bytes, and 2 are left"),
+        (b"GG", "its first word takes 4 bytes, and 2 are left"),
         (b"PK\3\4" + bytes(40), "is not a GGUF file"),
         (header(0, version=1), "has version 1 of GGUF: known are 2 and 3"),
         (header(2**60), f"says that it has {2**60} pairs of metadata, for which 0 bytes are too few"),

@@ -5,15 +5,18 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from jaxvllm.cli import main, serve
-from jaxvllm.config import EngineConfig
+from jaxvllm.config import EngineConfig, Quantization
 from jaxvllm.core.speculative_config import SpeculativeConfig
 from jaxvllm.server.config import ServerConfig
 from jaxvllm.vllm_options import ALIASES, OPTIONS, SHORT_NAMES, Refused, Translated
 from jaxvllm.worker.data_parallel_config import DataParallelConfig
+
+QUANTIZATIONS = ", ".join(name for name in get_args(Quantization) if name != "fp8_w8a8")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_python_takes_the_same_options(options, ours):
     [
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill: use scheduler='v0' (steps then hold"),
         ({"lora_dtype": "int8", "xyz": 1}, "lora_dtype: leave it out (adapters have the dtype of the model); unknown"),
-        ({"quantization": "bitsandbytes"}, "quantization: use quantization='int8' (or leave it out if the checkpoint"),
+        ({"quantization": "q4"}, f"quantization q4: use quantization='NAME' (NAME is {QUANTIZATIONS} or fp8_w8a8"),
         ({"max_num_sequences": 1}, "unknown option 'max_num_sequences': did you mean 'max_num_seqs'?"),
         # Only a server logs its load.
         ({"disable_log_stats": True}, "unknown option 'disable_log_stats'"),

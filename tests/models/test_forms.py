@@ -307,6 +307,20 @@ def test_tokens_are_rounded_as_the_matrix_is(quantization: str, backend: Backend
 
 
 @pytest.mark.parametrize(
+    ("quantization", "backend"),
+    [("int8", REFERENCE), ("int8", Backend("cpu", host_chip())), ("int4", Backend("cpu", host_chip()))],
+    ids=["int8", "int8-cpu", "int4-cpu"],
+)
+def test_a_row_with_a_nan_is_nan_when_it_is_rounded(quantization: str, backend: Backend) -> None:
+    decl = ParamDecl((64, 128), ("ffn", "embed"), storage="matrix")
+    form = Forms.chosen(quantization, backend, may_turn=False).layers.of_matrix(decl)
+    matrix = jnp.ones(decl.shape).at[5, 77].set(jnp.nan)
+    arrays = form.keep(matrix, {name: SingleDeviceSharding(jax.devices()[0]) for name in form.declare(decl)})
+    y = np.asarray(form.product(jnp.ones((1, 128)), arrays, None))
+    np.testing.assert_allclose(y, np.where(np.arange(64) == 5, np.nan, 128)[None], rtol=0.01)
+
+
+@pytest.mark.parametrize(
     ("chip", "code", "wanted"),
     [
         ("v6e", INT8_CODE, True),

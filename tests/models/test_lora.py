@@ -29,6 +29,7 @@ from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.lora import LAYERS, LORA, MOST_MASKED
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
+from jaxvllm.models.outer_lora import columns_by_product
 from jaxvllm.models.params import Layout, Params, abstract_params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
@@ -312,3 +313,9 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another alpha is another adapter, though the tensors are the same.
     RandomAdapter(FIXTURE, seed=1, alpha=16).write(tmp_path)
     assert PeftAdapter.read(tmp_path, sizes, RANK).digest != first.digest
+
+
+def test_a_product_tells_the_columns_of_an_embedding_exactly() -> None:
+    down = np.random.default_rng(0).standard_normal((8, 131), np.float32)
+    ids = np.array([130, 0, 7, 7], np.int32)
+    np.testing.assert_array_equal(columns_by_product(jnp.asarray(down), jnp.asarray(ids)), down[:, ids].T)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -153,6 +154,16 @@ class FewBits(Form):
 
 def _num_bytes(decls: Iterable[ParamDecl], dtype: DTypeLike) -> int:
     return sum(math.prod(decl.shape) * decl.dtype_in(dtype).itemsize for decl in decls)
+
+
+def largest_of(numbers: jax.Array) -> jax.Array:
+    """Returns the largest magnitude along the last axis, which is NaN where one of the numbers is NaN.
+
+    While a model is loaded, XLA:CPU gives maxima of 4,096 numbers and more to YNNPACK, which passes NaN over: a damaged
+    checkpoint, whose answers are NaN, would get answers that look sound when it is rounded.
+    """
+    sizes = jnp.abs(numbers)
+    return jnp.where(jnp.isnan(sizes).any(axis=-1), jnp.nan, jnp.max(sizes, axis=-1))
 
 
 def packed(codes: Fill, per_byte: int, first_bit: int = 0) -> Fill:

@@ -116,8 +116,8 @@ class GpuGroups(ScaledGroups):
         inputs, per_byte = sizes.parts_in * sizes.inputs, self.code.per_byte
         if sizes.group and sizes.group % per_byte:
             raise ValueError(
-                f"{self.code.name} needs matrices with an even number of inputs on each device, and one has {size} on "
-                f"{sizes.parts_in}: use another quantization, or a smaller mesh"
+                "numbers of four bits lie in pairs, so each device must have an even number of the inputs of a matrix, "
+                f"not {size // sizes.parts_in}: use int8 or fp8, or a smaller mesh"
             )
         codes = replace(
             matrix,

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, of_groups, packed
+from jaxvllm.models.forms.few_bits import Elements, FewBits, as_dtype, at_least, largest_of, of_groups, packed
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
@@ -50,8 +50,8 @@ class ScaledGroups(FewBits):
         group = self._group(size // shards)
         if group % self.code.per_byte:
             raise ValueError(
-                f"{self.code.name} needs matrices with an even number of inputs on each device, and one has {size} on "
-                f"{shards}: use another quantization, or a smaller mesh"
+                "numbers of four bits lie in pairs, so each device must have an even number of the inputs of a matrix, "
+                f"not {size // shards}: use int8 or fp8, or a smaller mesh"
             )
         per_byte = self.code.per_byte
         options: dict[str, Any] = {"dtype": held_dtype(self.scale_dtype), "chosen": matrix.chosen}
@@ -80,7 +80,7 @@ class ScaledGroups(FewBits):
     def rounded(self, matrix: jax.Array, group: int) -> dict[str, jax.Array]:
         """Returns the arrays of a matrix that is rounded to groups of exactly that size."""
         by_group = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, group)
-        largest = jnp.max(jnp.abs(by_group), axis=-1)
+        largest = largest_of(by_group)
         # As in `rounded_by_row`: no scale is less than the normal numbers, and that of a NaN is NaN.
         exact = jnp.maximum(largest * np.float32(1 / self.code.largest), np.finfo(np.float32).tiny)
         scales = self._scales(jnp.where(largest == 0, 1.0 if self.code.has_zero else 0.0, exact))

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
 from jaxvllm.models.forms.cpu_kernel import OnCpu
-from jaxvllm.models.forms.few_bits import Elements, FewBits, of_rows
+from jaxvllm.models.forms.few_bits import Elements, FewBits, largest_of, of_rows
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.plain import xla_product
 from jaxvllm.models.tiling import Fill
@@ -68,7 +68,7 @@ def rounded_by_row(matrix: jax.Array, code: Code) -> tuple[jax.Array, jax.Array]
     A row with a NaN has NaN for its scale. No scale is less than the normal numbers, which some devices take for 0.
     """
     exact = matrix.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(exact), axis=-1)
+    largest = largest_of(exact)
     # XLA would make this product of a division, and NumPy would not.
     scales = jnp.maximum(largest * np.float32(1 / code.largest), np.finfo(np.float32).tiny)
     scales = jnp.where(largest == 0, 1.0, scales)
