@@ -103,8 +103,8 @@ class EngineConfig:
     max_num_batched_tokens: StepTokens | None = None  # tokens in a replica's step; None: 512 on CPU, 2048 elsewhere
     attention_backend: BackendName = "auto"  # auto: the device's kernels; interpret: run slowly on the CPU
     page_size: PageSize = 16  # tokens in a page; small pages share prefixes more finely, large ones are faster to read
-    # KV pages of each replica; None: as many as fit into memory_utilization. Where some layers have a window, these are
-    # the pages of the layers that see most, and the others' follow.
+    # KV pages of each replica. Where some layers have a window, these are the pages of the layers that see most, and
+    # those of the others follow. None: as many as fit into memory_utilization.
     num_pages: Tokens | None = None
     memory_utilization: Share = 0.9  # share of a device's memory (on CPU: of the free memory) that the engine may take
     enable_prefix_caching: bool = True  # requests that begin with the same tokens share the pages of those tokens

@@ -37,6 +37,8 @@ DOCUMENTS = (
     "docs/benchmarking.md",
     "docs/performance.md",
     "docs/log.md",
+    "docs/training.md",
+    "docs/lora.md",
     "docs/guides/sampling_parameter.md",
     "docs/guides/model_family.md",
     "docs/guides/kernel.md",

@@ -6,6 +6,7 @@ is a `tools.aot_outcome.Outcome`. It needs JAX_PLATFORMS=cpu and, for kernels' r
 """
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from pallas_kernels.deviceless import compile_only_devices, lowering_for
 from sharding.placement import make_mesh
 from tools.aot_outcome import KINDS, Outcome
 from tools.aot_programs import Program, programs
-from tools.kernel_resources import read_resources
+from tools.kernel_resources import STDOUT, read_resources
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("dumps", type=Path, help="where this process's compilers dump to, if they do; emptied")
     parser.add_argument("programs", nargs="*", help="their names; none: all of the chip")
     arguments = parser.parse_args()
-    # Messages of compilers go to stderr, because stdout is for the outcomes alone.
+    # What compilers print goes elsewhere, because stdout is for the outcomes alone.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     chip = chip_named(arguments.chip)
@@ -49,6 +50,8 @@ def main() -> None:
     for program in chosen:
         shutil.rmtree(arguments.dumps, ignore_errors=True)
         arguments.dumps.mkdir()
+        with (arguments.dumps / STDOUT).open("wb") as stdout:
+            os.dup2(stdout.fileno(), sys.stdout.fileno())
         print(compile_program(program, meshes[program.mesh], arguments.dumps).to_json(), file=answers)
 
 
@@ -79,6 +82,8 @@ def _compile(program: Program, mesh: Mesh, dumps: Path) -> Outcome:
     seconds = time.monotonic() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and hlo is not None, "every compiler of ours tells"
+    sys.stdout.flush()
+    ctypes.CDLL(None).fflush(None)  # what compilers have printed
     kernels = read_resources(dumps, hlo)
     spilling = next((kernel for kernel in kernels if kernel.spills_on_gpu), None)
     chip = chip_of(mesh.devices.flat[0].device_kind)

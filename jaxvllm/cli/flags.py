@@ -216,11 +216,20 @@ def _help(comment: str, default: Any, shows_default: bool) -> str:
 
 
 def _helps(source: type) -> dict[str, str]:
-    """Returns the comments of the fields. Names of other fields in them are replaced by their flags."""
+    """Returns the comments of the fields: those beside them, or else those above them.
+
+    Names of other fields in them are replaced by their flags.
+    """
     names = re.compile("|".join(rf"\b{field.name}\b" for field in fields(source) if "_" in field.name) or "$^")
-    sources = [one for one in reversed(source.__mro__) if is_dataclass(one)]
-    matches = (_FIELD.match(line) for one in sources for line in _body(one))
-    return {match[1]: names.sub(lambda name: flag_of(name[0]), match[2] or "") for match in matches if match}
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for one in reversed(source.__mro__):
+        for line in _body(one) if is_dataclass(one) else ():
+            if match := _FIELD.match(line):
+                comment = match[2] or " ".join(above).removesuffix(".")
+                found[match[1]] = names.sub(lambda name: flag_of(name[0]), comment)
+            above = [*above, line.strip(" #")] if line.startswith("    # ") else []
+    return found
 
 
 def _body(source: type) -> list[str]:

@@ -36,8 +36,9 @@ class Readout[Value]:
 DISTRIBUTIONS = Readout[Mapping[int, NDArray[np.float32]]](
     "distributions", lambda request: request.sampling_params.wants_distributions, reads="tokens"
 )
-# The log-probabilities of the tokens of prompts, and of more than MAX_LOGPROBS best ones. They are numbered over all
-# rows that want them.
+# The log-probabilities of the tokens of prompts, and of the best ones: of few, or of more than MAX_LOGPROBS. Tokens are
+# numbered over all rows that want the same.
+SCORES = Readout[TopLogprobs]("scores", lambda request: request.wants_few_scores, reads="prompts")
 WIDE_SCORES = Readout[TopLogprobs]("wide_scores", lambda request: request.wants_wide_scores, reads="prompts")
 # The hidden states of a chunk as one vector f32[E], by the number of the row: the last one, or the sum of all.
 POOLED = Readout[Mapping[int, NDArray[np.float32]]]("pooled", lambda request: request.is_pooled, reads="prompts")
@@ -45,13 +46,13 @@ POOLED = Readout[Mapping[int, NDArray[np.float32]]]("pooled", lambda request: re
 # The experts that the tokens of a step have chosen, [T, layers, k].
 ROUTED = Readout[NDArray[np.unsignedinteger[Any]]]("routed", lambda request: request.tells_experts, reads="all")
 
-READOUTS: tuple[Readout[Any], ...] = (DISTRIBUTIONS, WIDE_SCORES, POOLED, ROUTED)
+READOUTS: tuple[Readout[Any], ...] = (DISTRIBUTIONS, SCORES, WIDE_SCORES, POOLED, ROUTED)
 
 
-def wide_tokens(plan: StepPlan) -> Ints:
-    """Returns i32[2, N <= SCORE_BATCH]: the numbers of the tokens that want WIDE_SCORES, and the tokens after them."""
+def scored_tokens(plan: StepPlan, readout: Readout[TopLogprobs]) -> Ints:
+    """Returns i32[2, N]: the numbers of the tokens that want SCORES, or WIDE_SCORES, and the tokens after them."""
     following = np.zeros(plan.num_tokens, np.int32)
     following[plan.num_decode : -1] = plan.token_ids[1:]
     following[np.cumsum(plan.lengths) - 1] = np.maximum(plan.next_tokens, 0)
-    tokens = np.flatnonzero(np.repeat(plan.readouts[WIDE_SCORES.name], plan.lengths)).astype(np.int32)
+    tokens = np.flatnonzero(np.repeat(plan.readouts[readout.name], plan.lengths)).astype(np.int32)
     return np.stack([tokens, following[tokens]])

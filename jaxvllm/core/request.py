@@ -215,6 +215,11 @@ class Request:
         return self.sampling_params.prompt_logprobs is not None
 
     @property
+    def wants_few_scores(self) -> bool:
+        """Whether these are the best few of each token."""
+        return self.wants_scores and not self.wants_wide_scores
+
+    @property
     def wants_wide_scores(self) -> bool:
         """Whether these are more than the best few of each token. A step computes no more than `SCORE_BATCH` such."""
         return self.sampling_params.wants_wide_scores

@@ -282,7 +282,7 @@ class SamplingParams:
 
     @property
     def wants_wide_scores(self) -> bool:
-        """Whether the caller wants more log-probabilities of the prompt's tokens than a step with prompts yields."""
+        """Whether the caller wants more log-probabilities of the prompt's tokens than the best few."""
         return self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS
 
     def num_prompt_logprobs(self, vocab_size: int) -> int:

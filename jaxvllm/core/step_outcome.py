@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.beam import Candidates
 from jaxvllm.core.constrained_rows import ConstrainedRows
-from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, WIDE_SCORES
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, SCORES, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, Request
 from jaxvllm.core.running_searches import RunningSearch
 from jaxvllm.core.slots import SlotIds, SlotTable, some
-from jaxvllm.core.step_plan import NOT_SCORED, Emitted, Finished, Ints, Pooled, Routed, Scored, StepOutput, StepPlan
+from jaxvllm.core.step_plan import Emitted, Finished, Ints, Pooled, Routed, Scored, StepOutput, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ def bring_in(
     """
     of_rows = plan.slots.astype(np.intp)  # numpy would do it again wherever the slots are an index
     is_present = slots.epoch[of_rows] == plan.epochs
-    of_prompts = tuple(scored(slots, plan, is_present)) if plan.scores_prompts else ()
+    of_prompts = tuple(scored(slots, plan, is_present)) if plan.readouts else ()
     of_pools = tuple(pooled(slots, plan, is_present)) if POOLED.name in plan.readouts else ()
     of_experts = tuple(routed(slots, plan, is_present)) if ROUTED.name in plan.readouts else ()
     rows = (is_present & plan.samples).nonzero()[0]
@@ -91,16 +91,16 @@ def bring_in(
 
 def scored(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Scored]:
     """Yields what `plan` scored of the rows whose tenants are still there, bool[R]."""
-    first = np.cumsum(plan.lengths) - plan.lengths
-    if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:
-        wide_lengths = plan.lengths * is_wide
-        first = np.where(is_wide, np.cumsum(wide_lengths) - wide_lengths, first)
-    for row in np.flatnonzero(is_present & (plan.next_tokens != NOT_SCORED)):
-        request = slots.tenant(plan.slots[row])
-        start = int(plan.starts[row]) + 1  # the first token is after none
-        end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
-        if start < end:
-            yield Scored(request, range(start, end), int(first[row]))
+    wanted = [plan.readouts[readout.name] for readout in (SCORES, WIDE_SCORES) if readout.name in plan.readouts]
+    for are_scored in wanted:
+        lengths = plan.lengths * are_scored
+        first = np.cumsum(lengths) - lengths
+        for row in np.flatnonzero(is_present & are_scored):
+            request = slots.tenant(plan.slots[row])
+            start = int(plan.starts[row]) + 1  # the first token is after none
+            end = min(start + int(plan.lengths[row]), request.num_prompt_tokens)
+            if start < end:
+                yield Scored(request, range(start, end), int(first[row]))
 
 
 def pooled(slots: SlotTable, plan: StepPlan, is_present: NDArray[np.bool_]) -> Iterator[Pooled]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -145,11 +144,6 @@ class StepPlan:
         """
         return replace(self, num_drafts=0, row_tokens=1) if self.num_drafts else self
 
-    @cached_property
-    def scores_prompts(self) -> bool:
-        """Whether log-probabilities of prompt tokens are to be computed."""
-        return bool((self.next_tokens != NOT_SCORED).any())
-
 
 @dataclass(frozen=True)
 class PageCopy:
@@ -193,15 +187,13 @@ class StepOutput:
     """The results of a plan's rows, on the host. Log-probabilities are there only if a row asked for them.
 
     Row r yields the first `counts[r]` of `tokens[r]`: none where it had ended, fewer than planned where it ended.
-    The log-probabilities of `tokens[r, y]` are number `r * Y + y`. `scores[t]` are those of the token after token t
-    of the plan, t being one of a chunk that is scored. `reports` are what `core/readout.py` names, for the rows of
-    `plan.readouts`.
+    The log-probabilities of `tokens[r, y]` are number `r * Y + y`. `reports` are what `core/readout.py` names, for the
+    rows of `plan.readouts`.
     """
 
     tokens: Ints  # i32[R, Y]
     counts: Ints  # i32[R]
     logprobs: TopLogprobs | None = None  # of R * Y tokens
-    scores: TopLogprobs | None = None  # of T tokens
     reports: Mapping[str, Any] = field(default_factory=dict)
     drafts: DraftCounts | None = None  # of the plan's rows, if it has drafts
     were_drafts: NDArray[np.bool_] | None = None  # bool[R, Y]: tokens that were accepted drafts; None: no token was
@@ -246,10 +238,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens of a request's prompt, by position. `scores` of the StepOutput has theirs from `first` on.
-
-    It is the report of WIDE_SCORES where the request wants these.
-    """
+    """Tokens of a request's prompt, by position. The report of SCORES or WIDE_SCORES has theirs from `first` on."""
 
     request: Request
     tokens: range

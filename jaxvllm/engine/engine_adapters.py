@@ -50,6 +50,12 @@ class EngineAdapters:
         """Replaces the content of an adapter. For arguments and errors see `LLM.update_lora`."""
         self.load(request)  # so that the number is its own, and its config is there
         assert self._reader is not None
+        if not isinstance(tensors, Mapping):
+            raise ParameterError(
+                "tensors must be arrays by PEFT's names, or a tree like llm.lora_weights(lora_request), not "
+                f"{type(tensors).__name__}",
+                "tensors",
+            )
         if tensors.keys() & {LAYERS, OUTSIDE}:
             adapter = self._reader.of_tree(tensors, request.lora_name)
         else:

@@ -365,7 +365,7 @@ class LLM:
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
         priorities = [0] * len(prompts) if priority is None else list(priority)
         adapters: list[LoRARequest | None]
-        if lora_request is None or isinstance(lora_request, LoRARequest):
+        if lora_request is None or isinstance(lora_request, LoRARequest | str):  # the check below refuses a path
             adapters = [lora_request] * len(prompts)
         else:
             adapters = list(lora_request)

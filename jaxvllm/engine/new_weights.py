@@ -1,6 +1,6 @@
 """Reads the weights that replace those of a running engine, and checks all of them before any takes its place."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,9 @@ from jaxvllm.models.heads.head import DRAFT
 from jaxvllm.models.lora import LORA, without_adapters
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.parked_params import ParkedArray
+
+# The field in which `EngineModule` has its weights, and so the one name at the root of its state.
+FIELD_OF_MODULE = "weights"
 
 
 @runtime_checkable
@@ -34,11 +37,19 @@ def new_weights(
     """Returns the weights of every replica, where those `before` have one entry a replica.
 
     `source` are arrays by their names in a checkpoint or the directory of one, which `read` makes weights of, or a tree
-    as the engine holds it. Arrays of such a tree that are in place already are used as they are. If it `is_part` of
-    the weights, what is not given stays. Adapters always do, and drafts but those that a tree has.
+    as the engine holds it, or as flax's state of `EngineModule` has it. Arrays of such a tree that are in place already
+    are used as they are. If it `is_part` of the weights, what is not given stays. Adapters always do, and drafts but
+    those that a tree has.
     Raises ValueError for a tensor or an array that is missing, unexpected, or of another shape or dtype.
     """
     given = source.tree() if isinstance(source, HoldsWeights) else source
+    if not isinstance(given, Mapping | Path):
+        raise ValueError(
+            "weights must be a tree like llm.weights, something whose tree() is one, arrays by their names in a "
+            f"checkpoint, or the directory of a checkpoint, not {type(given).__name__}"
+        )
+    if isinstance(given, Mapping) and given.keys() == {FIELD_OF_MODULE}:
+        given = given[FIELD_OF_MODULE]
     if isinstance(given, Path) and is_part:
         raise ValueError("partial is for arrays, and a directory has all weights: give the tensors of its files")
     if not isinstance(given, Path) and _is_tree(given):
@@ -70,9 +81,12 @@ def checked_tree(given: Any, like: Any, is_part: bool = False, place: str = "", 
     if isinstance(like, dict | list):
         items = dict(like.items() if isinstance(like, dict) else enumerate(like))
         found = dict(enumerate(given)) if isinstance(given, list | tuple) else given
-        missing = set() if is_part else {name for name in items if name != DRAFT}
-        if not isinstance(found, Mapping) or not missing <= set(found) <= items.keys():
-            raise ValueError(f"the given tree of weights has other arrays than the engine's: give one like {like_what}")
+        needed = () if is_part else [name for name in items if name != DRAFT]
+        if (problem := _other_names(found, needed, items)) is not None:
+            raise ValueError(
+                f"the given tree of weights has other arrays than the engine's, {place or 'at its root'} {problem}: "
+                f"give one like {like_what}"
+            )
         checked = {
             name: checked_tree(found[name], old, is_part, f"{place}[{name!r}]", like_what) if name in found else old
             for name, old in items.items()
@@ -92,6 +106,16 @@ def checked_tree(given: Any, like: Any, is_part: bool = False, place: str = "", 
             "give all weights by their names in a checkpoint, of which the engine makes its own forms"
         )
     return Matrix(like.form, checked_tree(arrays, like.arrays, False, place, like_what))
+
+
+def _other_names(found: Any, needed: Iterable[Any], known: Container[Any]) -> str | None:
+    """Returns what is wrong with a node of a given tree that must have the `needed` names, and none but `known`."""
+    if not isinstance(found, Mapping):
+        return f"is {type(found).__name__}"
+    missing, unknown = [one for one in needed if one not in found], [one for one in found if one not in known]
+    if missing or unknown:
+        return f"lacks {missing[0]!r}" if missing else f"has {unknown[0]!r}"
+    return None
 
 
 def _placed(array: Any, old: jax.Array | ParkedArray) -> Any:

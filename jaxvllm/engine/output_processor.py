@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxvllm.core.beam import Beam
 from jaxvllm.core.errors import belongs_to_work
-from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, WIDE_SCORES
+from jaxvllm.core.readout import DISTRIBUTIONS, POOLED, ROUTED, SCORES, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Request
 from jaxvllm.core.sampling_params import RequestOutputKind, SamplingParams
 from jaxvllm.core.step_plan import Emitted, Finished, Pooled, Scored, StepOutput, StepPlan, StepUpdate
@@ -256,7 +256,7 @@ class OutputProcessor:
 
     def _take_scores(self, live: LiveRequest, scored: Scored, output: StepOutput) -> None:
         """Stores scores of the prompt. A prompt interrupted by preemption is scored again, and stores them again."""
-        scores = WIDE_SCORES.of(output.reports) if live.params.wants_wide_scores else output.scores
+        scores = (WIDE_SCORES if live.params.wants_wide_scores else SCORES).of(output.reports)
         assert scores is not None, "a prompt that is scored was planned without"
         assert live.prompt_logprobs is not None
         count = live.params.num_prompt_logprobs(scores.top.shape[1])  # all of a vocabulary are as many as there are

@@ -97,7 +97,7 @@ class LayerLora:
     def _order[Item](self, name: str, of_axes: Sequence[Item]) -> list[Item]:
         """Returns what the axes of an adapter's array have, in the order of the devices.
 
-        One by one, the rank comes first: as the last axis of B it would be filled up to 128 on TPUs.
+        One by one, the rank comes first, as the kernel for CPUs reads B.
         """
         return [of_axes[-1], *of_axes[:-1]] if self.one_by_one and name.startswith(UP) else [*of_axes]
 

@@ -119,16 +119,18 @@ class PeftConfig:
             )
         try:
             return cls(
-                rank=_rank(values["r"]),
-                alpha=_number(values["lora_alpha"]),
+                rank=_rank(values.get("r")),
+                alpha=_number(values.get("lora_alpha")),
                 use_rslora=_flag("use_rslora", values),
                 use_dora=_flag("use_dora", values),
-                rank_pattern={_end(key): _rank(value) for key, value in (values.get("rank_pattern") or {}).items()},
-                alpha_pattern={_end(key): _number(value) for key, value in (values.get("alpha_pattern") or {}).items()},
-                saved=tuple(_end(key) for key in values.get("modules_to_save") or ()),
+                rank_pattern={_end(key): _rank(value) for key, value in _of_type(dict, "rank_pattern", values).items()},
+                alpha_pattern={
+                    _end(key): _number(value) for key, value in _of_type(dict, "alpha_pattern", values).items()
+                },
+                saved=tuple(_end(key) for key in _of_type(list, "modules_to_save", values)),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} does not say the rank r and lora_alpha of an adapter: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def rank_of(self, module: str) -> int:
         """Returns the rank of the adapter of a module."""
@@ -151,7 +153,7 @@ def _ends_with(module: str, end: str) -> bool:
 
 def _rank(value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise ValueError(f"a rank must be a positive integer, not {value!r}")
+        raise ValueError(f"a rank (r, rank_pattern) must be a positive integer, not {repr(value)[:60]}")
     return value
 
 
@@ -161,8 +163,16 @@ def _number(value: Any) -> float:
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"an alpha must be a finite number, not {repr(value)[:60]}")
+        raise ValueError(f"lora_alpha and those of alpha_pattern must be finite numbers, not {repr(value)[:60]}")
     return number
+
+
+def _of_type[Value](kind: type[Value], key: str, values: Mapping[str, Any]) -> Value:
+    """Returns what is stated under a key: an object or a list of JSON's, which is empty where there is none."""
+    value = values.get(key) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} must be {'an object' if kind is dict else 'a list'}, not {repr(value)[:60]}")
+    return value
 
 
 def _flag(key: str, values: Mapping[str, Any]) -> bool:
@@ -232,13 +242,13 @@ class PeftAdapter:
                 raise NotImplementedError(f"{path} adapts {name}: {size.problem}")
             if rank > max_rank:
                 raise ValueError(f"{path}: {name} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
-            scale = np.float32(config.scale_of(name))
             if size.num_experts is None:
                 down = files.tensor(own[_DOWN], (rank, size.in_size)).astype(np.float32)
-                up = files.tensor(own[_UP], (size.out_size, rank)).astype(np.float32) * scale
+                up = files.tensor(own[_UP], (size.out_size, rank)).astype(np.float32)
             else:
                 down, up = _of_experts(files, own, rank, size)
-                up *= scale
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is an error below
+                up *= np.float32(config.scale_of(name))
             magnitudes = None
             if config.use_dora:
                 if name in outside or size.is_of_experts:

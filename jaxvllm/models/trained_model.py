@@ -1,8 +1,8 @@
 """`TrainedModel`: the forward pass of a model whose weights are trained, over whole sequences and with derivatives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import jax
@@ -69,20 +69,31 @@ class TrainedModel:
         On a mesh, devices share the rows out, which must divide, and the logits of the vocabulary.
         """
 
-        def of_device(params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-            return self._own_logits(params, tokens, positions, segments, is_one_each)
+        run = self._own_logits if self.mesh.size == 1 else self._logits_on_mesh
+        return run(params, tokens, positions, segments, is_one_each)[..., : self.spec.vocab_size]
 
-        run = of_device
-        if self.mesh.size > 1:
+    @cached_property
+    def _logits_on_mesh(self) -> Callable[..., jax.Array]:
+        """The function like `_own_logits` that returns the logits of all devices.
+
+        It is one program, also for a caller who compiles nothing: XLA:CPU of jax 0.11.2 ends the process by a fault
+        where layers that are computed again run in a shard_map outside of any program.
+        """
+
+        def logits(
+            params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array, is_one_each: bool
+        ) -> jax.Array:
             rows = PartitionSpec(DATA)
             run = jax.shard_map(
-                of_device,
+                partial(self._own_logits, is_one_each=is_one_each),
                 mesh=self.mesh,
                 in_specs=(jax.tree.unflatten(jax.tree.structure(params), self.specs), rows, rows, rows),
                 out_specs=PartitionSpec(DATA, None, MODEL),
                 check_vma=False,  # Pallas calls do not say over which axes their outputs vary
             )
-        return run(params, tokens, positions, segments)[..., : self.spec.vocab_size]
+            return run(params, tokens, positions, segments)
+
+        return jax.jit(logits, static_argnums=4)
 
     def _own_logits(
         self, params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array, is_one_each: bool

@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvllm.core.page_pool import pages_for
-from jaxvllm.core.readout import WIDE_SCORES
 from jaxvllm.core.step_plan import NOT_SCORED, StepPlan
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.slot_fields import SlotSizes
 
-_NUM_COLUMNS = 6  # slots, starts, lengths, max_new, decodes, next_tokens
+_NUM_COLUMNS = 6  # slots, starts, lengths, max_new, decodes, is_scored
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pages", "at"], meta_fields=[])
@@ -35,7 +34,7 @@ class OpenedPages:
         "lengths",
         "max_new",
         "decodes",
-        "next_tokens",
+        "is_scored",
         "new_pages",
         "token_ids",
     ],
@@ -51,7 +50,7 @@ class Batch:
     lengths: jax.Array  # i32[R]
     max_new: jax.Array  # i32[R]: tokens that the row may yield
     decodes: jax.Array  # bool[R]: the input token is the slot's last one
-    next_tokens: jax.Array  # i32[R]: after a row whose tokens are scored, else NOT_SCORED
+    is_scored: jax.Array  # bool[R]: each of its tokens is read, and not the last one alone
     new_pages: tuple[OpenedPages, ...]  # one a group
     token_ids: jax.Array  # i32[T]; 0 where a decode row reads the state; -1 - r is row r of the side store
 
@@ -86,10 +85,7 @@ def pack(plan: StepPlan, bucket: Bucket, sizes: SlotSizes) -> NDArray[np.int32]:
     columns[2, :count] = plan.lengths
     columns[3, :count] = plan.max_new
     columns[4, : plan.num_decode] = 1
-    columns[5, count:] = NOT_SCORED
-    columns[5, :count] = plan.next_tokens
-    if (is_wide := plan.readouts.get(WIDE_SCORES.name)) is not None:  # a program of its own scores these
-        columns[5, :count][is_wide] = NOT_SCORED
+    columns[5, :count] = plan.next_tokens != NOT_SCORED
     for group, (entries, most) in enumerate(zip(plan.new_pages, max_new_pages(bucket, sizes), strict=True)):
         if count := len(entries):
             pages, at = packed[first : first + 2 * most].reshape(2, most)
@@ -106,10 +102,11 @@ def unpack(packed: jax.Array, bucket: Bucket, sizes: SlotSizes) -> Batch:
     """Returns what was packed: the inverse of `pack`, as a traced function."""
     first = 1 + _NUM_COLUMNS * bucket.num_rows
     columns = packed[1:first].reshape(_NUM_COLUMNS, bucket.num_rows)
-    slots, starts, lengths, max_new, decodes, next_tokens = columns
+    slots, starts, lengths, max_new, decodes, is_scored = columns
     new_pages = []
     for most in max_new_pages(bucket, sizes):
         new_pages.append(OpenedPages(packed[first : first + most], packed[first + most : first + 2 * most]))
         first += 2 * most
     token_ids = jnp.zeros(bucket.num_tokens, jnp.int32) if bucket.is_decode else packed[first:]
-    return Batch(packed[0], slots, starts, lengths, max_new, decodes != 0, next_tokens, tuple(new_pages), token_ids)
+    flags = decodes != 0, is_scored != 0
+    return Batch(packed[0], slots, starts, lengths, max_new, *flags, tuple(new_pages), token_ids)

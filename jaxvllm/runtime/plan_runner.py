@@ -44,13 +44,12 @@ from jaxvllm.runtime.step_program import StepProgram
 from jaxvllm.runtime.token_mask import MASK_BATCH, mask_words, pack_masks
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["output", "scores", "reports"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["output", "reports"], meta_fields=[])
 @dataclass(frozen=True)
 class StepResult:
-    """The future results of a dispatched step: tokens, the scores of prompts, and the reports of readouts."""
+    """The future results of a dispatched step: tokens, and the reports of readouts."""
 
     output: DeviceOutput
-    scores: DeviceLogprobs | None
     reports: dict[str, list[Any]] = field(default_factory=dict)  # of each call of a readout's program, by its name
 
 
@@ -189,7 +188,6 @@ class PlanRunner(ABC):
             tokens,
             yielded[:, 0],
             _by_row(result.output.logprobs, plan) if plan.wants_logprobs else None,
-            _on_host(result.scores, plan.num_tokens) if plan.scores_prompts else None,
             {name: BY_NAME[name].report(plan, parts) for name, parts in result.reports.items()},
             drafts,
             were_drafts,
@@ -204,10 +202,3 @@ def _by_row(logprobs: DeviceLogprobs, plan: StepPlan) -> TopLogprobs:
         return values.reshape(-1, *values.shape[2:])
 
     return TopLogprobs(*(flat(x) for x in (logprobs.token, logprobs.ranks, logprobs.top_ids, logprobs.top)))
-
-
-def _on_host(logprobs: DeviceLogprobs | None, count: int) -> TopLogprobs:
-    """Copies the first `count` to the host."""
-    assert logprobs is not None, "a decode bucket has no prompts"
-    device = jax.tree.map(lambda x: np.asarray(x)[:count], logprobs)
-    return TopLogprobs(device.token, device.ranks, device.top_ids, device.top)

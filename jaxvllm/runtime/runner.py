@@ -385,13 +385,13 @@ class Runner(PlanRunner):
                 self._kv_pages, self._state = self._fork()(self._kv_pages, self._state, packed)
             case Step(bucket, packed):
                 program = self.programs.wait_for(bucket)
-                self._kv_pages, self._state, output, scores = program(self._params, self._kv_pages, self._state, packed)
-                return StepResult(output, None if scores is None else scores.best)
+                self._kv_pages, self._state, output = program(self._params, self._kv_pages, self._state, packed)
+                return StepResult(output)
             case Forward(bucket, packed):
                 program = self.programs.wait_for(bucket)
                 forwarded = program.started(self._params, self._kv_pages, self._state, packed)
-                self._kv_pages, self._state, unsampled, scores = forwarded
-                self._forwarded = Forwarded(unsampled, scores, head_of(self._params))
+                self._kv_pages, self._state, unsampled, readable = forwarded
+                self._forwarded = Forwarded(unsampled, readable, head_of(self._params))
             case Read(bucket, packed, number):
                 assert self._forwarded is not None, "nothing was forwarded"
                 name = DEVICE_READOUTS[number].name
@@ -403,14 +403,14 @@ class Runner(PlanRunner):
                 left, self._forwarded = self._forwarded, None
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(left.head, self._state, left.unsampled)
-                return StepResult(output, left.scores.best, left.reports)
+                return StepResult(output, left.reports)
             case SampleSome(bucket, turns, is_last):
                 assert self._forwarded is not None, "nothing was forwarded"
                 left = self._forwarded
                 self._forwarded = None if is_last else replace(left, reports={})
                 program = self.programs.wait_for(bucket)
                 self._state, output = program.finish(left.head, self._state, left.unsampled, turns)
-                return StepResult(output, left.scores.best, left.reports)
+                return StepResult(output, left.reports)
             case TakeLoads():
                 self._state, self._loads = self._take_loads(self._state)
             case PlaceExperts(wanted, layer):

@@ -66,13 +66,8 @@ class SamplerOptions:
 
     @property
     def has_wide_scores(self) -> bool:
-        """Whether a request may want more log-probabilities of its prompt's tokens than each step can yield."""
+        """Whether a request may want more than the best few log-probabilities of its prompt's tokens."""
         return self.max_logprobs > MAX_LOGPROBS
-
-    @property
-    def keeps_hidden(self) -> bool:
-        """Whether a step leaves the hidden states of all its tokens, from which something may be read."""
-        return self.has_wide_scores or self.sums_prompts
 
 
 DEFAULT_OPTIONS = SamplerOptions()

@@ -7,7 +7,6 @@ rows decode and none waits, the step is `decoding.decode`.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,8 @@ from jaxvllm.runtime.batch import Batch, unpack
 from jaxvllm.runtime.buckets import Bucket
 from jaxvllm.runtime.cache_shape import KVCachePages
 from jaxvllm.runtime.expert_loads import with_loads
-from jaxvllm.runtime.prompt_scores import PromptScores, is_scored, score
 from jaxvllm.runtime.proposers import Proposer, SeenStep
-from jaxvllm.runtime.readouts.readout import Unsampled
+from jaxvllm.runtime.readouts.readout import Readable, Unsampled
 from jaxvllm.runtime.side_rows import SIDE_ROWS, known_tokens
 from jaxvllm.runtime.slot_fields import DeviceState
 from jaxvllm.runtime.step_model import (
@@ -49,7 +47,7 @@ def forward(
     model: StepModel,
     bucket: Bucket,
     proposer: Proposer | None = None,
-) -> tuple[KVCachePages, DeviceState, Unsampled, PromptScores]:
+) -> tuple[KVCachePages, DeviceState, Unsampled, Readable]:
     """Computes the tokens of a packed batch and writes their KV. `kv_pages` and `state` are donated.
 
     A `proposer` sees them, so that it can guess what comes after these tokens.
@@ -71,7 +69,7 @@ def forward(
     # of stages have tokens of their own.
     reads_all = (
         proposer is not None
-        or model.sampling.keeps_hidden
+        or model.sampling.sums_prompts
         or model.shape.counts_loads
         or model.sampling.tells_experts
         or model.pipeline.stages.size > 1
@@ -87,28 +85,19 @@ def forward(
     with jax.named_scope("history"):
         at = jnp.where(rows.is_real() & ~is_decode, slots[rows.token_rows], trash + 1)
         state = record(state, at, rows.positions, known_tokens(state, token_ids))
-    adapters = computed.adapters
-    if adapters is not None:
-        hidden = for_head(params, model.shard, hidden, adapters)
-
-    def for_others(hidden: jax.Array) -> jax.Array:
-        """Makes room for columns where there are none yet: what others read has one shape in all steps."""
-        return hidden if adapters is not None else for_head(params, model.shard, hidden, None)
-
-    project = partial(project_logits, params, model.shard)
-    best = score(hidden, batch, rows, project, model.spec.vocab_size, model.axis, model.sampling)
-    scores = PromptScores(best, for_others(hidden) if model.sampling.keeps_hidden else None, computed.choices)
+    hidden = for_head(params, model.shard, hidden, computed.adapters)
     # A padding row's last token is whatever: nothing is sampled for the trash slot.
     last = jnp.clip(rows.query_starts[1:] - 1, 0)
     slots = jnp.where(batch.max_new > 0, slots, trash)
-    return kv_pages, state, Unsampled(for_others(hidden[last]), slots, starts + batch.lengths), scores
+    unsampled = Unsampled(hidden[last], slots, starts + batch.lengths)
+    return kv_pages, state, unsampled, Readable(hidden, computed.choices)
 
 
 def _are_read(batch: Batch, rows: RaggedRows) -> jax.Array:
     """Returns bool[T]: which tokens are sampled from, or scored: of most prompts only the last one of the step."""
     tokens = jnp.arange(len(rows.token_rows))
     is_last = tokens + 1 == rows.query_starts[1:][rows.token_rows]
-    return is_last | is_scored(batch)[rows.token_rows]
+    return is_last | batch.is_scored[rows.token_rows]
 
 
 def sample_rows(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES
+from jaxvllm.core.readout import DISTRIBUTIONS, SCORES, WIDE_SCORES
 from jaxvllm.core.step_sizes import step_overhead
 from jaxvllm.models.lora import without_adapters
 from jaxvllm.models.params import Params, activation_dtype, head_of
@@ -23,10 +23,9 @@ from jaxvllm.runtime.expert_choices import ChoiceShape
 from jaxvllm.runtime.forks import fork_slots, pack_forks
 from jaxvllm.runtime.memory import step_bytes
 from jaxvllm.runtime.pipeline import Pipeline
-from jaxvllm.runtime.prompt_scores import PromptScores
 from jaxvllm.runtime.proposers import Proposer
 from jaxvllm.runtime.readouts import BY_NAME, DEVICE_READOUTS, DeviceReadout, ReadProgram
-from jaxvllm.runtime.readouts.readout import Unsampled
+from jaxvllm.runtime.readouts.readout import Readable, Unsampled
 from jaxvllm.runtime.recipe import Recipe
 from jaxvllm.runtime.sampler import DEFAULT_OPTIONS, SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
@@ -67,12 +66,10 @@ class StepProgram:
 
     def __call__(
         self, params: Params, kv_pages: KVCachePages, state: DeviceState, packed: Any
-    ) -> tuple[KVCachePages, DeviceState, DeviceOutput, PromptScores | None]:
-        """Dispatches the whole step, whose last result only a bucket for prompts has. Donates `kv_pages`, `state`."""
-        if self.sample is None:
-            return (*self.started(params, kv_pages, state, packed), None)
-        kv_pages, state, unsampled, scores = self.started(params, kv_pages, state, packed)
-        return kv_pages, *self.finish(head_of(params), state, unsampled), scores
+    ) -> tuple[KVCachePages, DeviceState, DeviceOutput]:
+        """Dispatches the whole step, of which no row wants a readout. Donates `kv_pages` and `state`."""
+        kv_pages, state, *left = self.started(params, kv_pages, state, packed)
+        return kv_pages, *((state, *left) if self.sample is None else self.finish(head_of(params), state, left[0]))
 
     def started(self, params: Params, kv_pages: KVCachePages, state: DeviceState, packed: Any) -> tuple[Any, ...]:
         """Dispatches `begin`, and returns what it does. Donates `kv_pages` and `state`."""
@@ -113,7 +110,7 @@ class StepCompiler:
     _forwards: dict[Bucket, jax.stages.Compiled] = field(default_factory=dict)  # of buckets that have a plain twin
     # By the name of the readout, and the sizes of the bucket on which it depends.
     _readers: dict[tuple[str, tuple[int, ...]], Callable[[], ReadProgram]] = field(default_factory=dict)
-    _shared: dict[str, jax.stages.Compiled] = field(default_factory=dict)
+    _shared: dict[tuple[str, int], jax.stages.Compiled] = field(default_factory=dict)
 
     def compile(self, bucket: Bucket) -> StepProgram:
         """Compiles the step of `bucket`. Sampling depends only on the number of rows, and is compiled once for each."""
@@ -131,10 +128,10 @@ class StepCompiler:
         readouts = {one.name: self._reader(one, bucket) for one in DEVICE_READOUTS if one.is_possible(self.sampling)}
         if bucket.is_split:  # a row has asked for it that may want distributions in the step at hand
             readouts[DISTRIBUTIONS.name]()
-        read_bytes = 0
-        if self.sampling.has_wide_scores:  # their largest part decides how much memory the step needs
-            readouts[WIDE_SCORES.name]()
-            read_bytes = max(map(step_bytes, self._shared.values()))
+        for readout in (SCORES, WIDE_SCORES):  # they may need more memory than the step
+            if readout.name in readouts:
+                readouts[readout.name]()
+        read_bytes = max(map(step_bytes, self._shared.values()))
         return StepProgram(begin, sample, readouts, read_bytes, bucket.is_adapted)
 
     def _forward(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -164,7 +161,7 @@ class StepCompiler:
         arguments = (params, self.kv, self.state, packed)
         stays: Any = OF_REPLICAS
         read: Any = self._read_by_host
-        outputs = (read,) if bucket.is_decode else (stays, PromptScores(best=read, hidden=stays, choices=stays))
+        outputs = (read,) if bucket.is_decode else (stays, Readable(hidden=stays, choices=stays))
         pages = jax.tree.map(lambda x: x.sharding.spec, self.kv)
         return self._make(run, arguments, (pages, stays, *outputs), donates=(1, 2), is_adapted=bucket.is_adapted)
 
@@ -212,14 +209,16 @@ class StepCompiler:
             return self.make(Recipe(run, arguments, self.mesh))
         return self._make_recipe(run, arguments, self._read_by_host if is_read else OF_REPLICAS)
 
-    def compile_shared(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once.
+    def compile_shared(
+        self, key: tuple[str, int], run: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> jax.stages.Compiled:
+        """Compiles `run`, which needs the model, once for all buckets with the same `key`: a name and a size.
 
         The host reads the result.
         """
-        if run.__name__ not in self._shared:
-            self._shared[run.__name__] = self._make(run, arguments, self._read_by_host, donates=())
-        return self._shared[run.__name__]
+        if key not in self._shared:
+            self._shared[key] = self._make(run, arguments, self._read_by_host, donates=())
+        return self._shared[key]
 
     def unsampled(self, num_rows: int) -> Unsampled:
         """Returns the shapes of what a forward pass leaves of so many rows."""

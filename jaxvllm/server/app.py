@@ -3,7 +3,7 @@
 from functools import cache, partial
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +14,7 @@ from jaxvllm.server.after_start import AfterStart
 from jaxvllm.server.error_handlers import add_error_handlers
 from jaxvllm.server.errors import from_validation
 from jaxvllm.server.exchange import as_api_error
+from jaxvllm.server.http.auth import AdminOnly
 from jaxvllm.server.routes import (
     adapters,
     chat_completions,
@@ -59,13 +60,14 @@ def create_app(service: Service) -> FastAPI:
         playground,
     ):
         app.include_router(module.router(service))
+    for_admins = [Depends(AdminOnly(service.config.admin_keys()))]
     if service.config.enable_elastic_ep:
-        app.include_router(elastic.router(service))
+        app.include_router(elastic.router(service), dependencies=for_admins)
     if service.config.lora_directory is not None:
-        app.include_router(adapters.router(service))
+        app.include_router(adapters.router(service), dependencies=for_admins)
     if service.config.dev_endpoints:
-        app.include_router(development.router(service))
-        app.include_router(pausing.router(service))
+        app.include_router(development.router(service), dependencies=for_admins)
+        app.include_router(pausing.router(service), dependencies=for_admins)
 
     app.add_middleware(HeadAsGet)
     app.add_middleware(AfterStart, service=service)

@@ -1,13 +1,15 @@
 """`ServerConfig`: all options of the server around an engine, validated once and never changed."""
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxvllm.core.value_checks import json_object
 from jaxvllm.server.adapter_names import read_modules
-from jaxvllm.server.http.http_config import HttpConfig
+from jaxvllm.server.http.http_config import ADMIN_KEY_VARIABLE, HttpConfig
 from jaxvllm.text.chat_messages import RESERVED_VARIABLES
 from jaxvllm.text.tool_calls.formats import TOOL_CALL_FORMATS
 
@@ -28,7 +30,8 @@ class ServerConfig(HttpConfig):
     max_num_queued_requests: int | None = None  # requests beyond those that can run; more get 503. None: no limit
     max_num_queued_tokens: int | None = None  # prompt tokens of waiting requests; more get 503. None: no limit
     request_timeout: float = 600.0  # seconds that a request may take in all
-    lora_modules: tuple[str, ...] = ()  # adapters that requests may name as their model: NAME=PATH
+    # Adapters that requests may name as their model: NAME=PATH, or JSON as in vLLM: {"name": NAME, "path": PATH}.
+    lora_modules: tuple[str, ...] = ()
     # Add POST /v1/load_lora_adapter and /v1/unload_lora_adapter, for adapters within this directory.
     lora_directory: str | None = None
     lora_resolver: bool = False  # load an unknown model that a request names from its directory in lora_directory
@@ -40,8 +43,12 @@ class ServerConfig(HttpConfig):
     # Add POST /reset_prefix_cache, which measurements use, and endpoints of trainers: POST /update_weights, /pause.
     dev_endpoints: bool = False
     enable_elastic_ep: bool = False  # add POST /scale_elastic_ep, which changes the number of replicas
+    # Keys that the endpoints of dev_endpoints, lora_directory and enable_elastic_ep need. They open all others, too.
+    # More come from $JAXVLLM_ADMIN_API_KEY. (): every key opens these endpoints.
+    admin_api_key: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "api_key", tuple(dict.fromkeys((*self.api_key, *self.admin_api_key))))
         super().__post_init__()
         if type(self.api_server_count) is not int or self.api_server_count < 1:
             raise ValueError(f"api_server_count must be a positive integer, not {self.api_server_count!r}")
@@ -75,6 +82,11 @@ class ServerConfig(HttpConfig):
         elif self.lora_resolver:
             raise ValueError("lora_resolver looks adapters up in lora_directory: set it, too")
         object.__setattr__(self, "default_chat_template_kwargs", json.dumps(self._read_variables()))
+
+    def admin_keys(self, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """Returns the keys of those who may change the server for everybody, or () where every key may."""
+        more = environment.get(ADMIN_KEY_VARIABLE, "").strip()
+        return (*self.admin_api_key, more) if more else self.admin_api_key
 
     @property
     def template_variables(self) -> dict[str, Any]:

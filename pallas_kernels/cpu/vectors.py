@@ -94,6 +94,12 @@ def dot_pairs(a: Value, b: Value, c: Value) -> Value:
     return dot(a, b, c)
 
 
+def bfloat16_pairs(first: Value, second: Value) -> Value:
+    """Returns a vector whose lanes have the bits of two bfloat16 each, of vectors that have them as float32."""
+    e = first.emitter
+    return e.of_bits((e.bits(first) >> 16) | e.bits(second))
+
+
 def load_scales(e: Emitter, address: Value, dtype: str) -> Value:
     """Loads a vector of scales of any dtype that matrices of few bits have, as float32."""
     floats = ir.VectorType(F32, e.lanes)

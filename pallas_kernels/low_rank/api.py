@@ -38,9 +38,10 @@ def add_low_rank(
     they are where that is zero
     gate: y is f32[T, 2, F], of the halves a and b, and the result is gate(a) * b of all rows then, [T, F] of x's dtype
 
-    Sums are in float32, what is between the two products too, and a row is rounded once, to y's dtype. Each row has the
-    same bits whatever other rows there are, and whatever its group is. Only the matrices of groups with rows are read,
-    and without a gate y is changed where it is, if nothing else reads it.
+    Sums are in float32, and a row of the result is rounded once, to y's dtype. What is between the two products is in
+    float32, too, or in bfloat16 where x is and the CPU multiplies pairs of these. Each row has the same bits whatever
+    other rows there are, and whatever its group is. Only the matrices of groups with rows are read, and without a gate
+    y is changed where it is, if nothing else reads it.
 
     Raises ValueError for shapes and dtypes that do not agree. An index or a part out of range is not detected.
     """

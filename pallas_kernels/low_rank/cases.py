@@ -29,7 +29,7 @@ def _drawn(num_rows: int, num_groups: int) -> NDArray[np.int32]:
 CASES = (
     LowRankCase("one-row", 84, 108, 16, 1, 2, np.array([1], np.int32)),  # 84 and 108 are no multiples of any vector
     LowRankCase("nobody", 84, 108, 16, 1, 2, np.full(5, 2, np.int32)),
-    LowRankCase("narrow", 7, 5, 4, 2, 3, np.array([2, 0, 3, 2, 2, 0, 3], np.int32)),
+    LowRankCase("narrow", 7, 5, 12, 4, 3, np.array([2, 0, 3, 2, 2, 0, 3], np.int32)),  # a part has an odd rank
     LowRankCase("decode", 384, 640, 48, 3, 4, _drawn(16, 4)),
     LowRankCase("prompts", 129, 260, 32, 2, 20, _drawn(150, 20)),  # more rows than an item has
 )

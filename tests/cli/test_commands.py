@@ -150,6 +150,8 @@ def test_help_is_plain_where_it_was_a_riddle(capsys):
     assert "auto: that of --dtype" in out
     assert "share of a device's memory (on CPU: of the free memory)" in out
     assert "VLLM_SERVER_DEV_MODE" not in out, "nothing here reads it"
+    assert "--mesh TEXT Replicas of the model x devices that each replica is spread over" in out, "a comment above it"
+    assert 'as JSON: {"method": "ngram", "num_speculative_tokens": 3} (default: the tokens that' in out
 
 
 def test_a_wrong_value_is_one_line(capsys):

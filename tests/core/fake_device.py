@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxvllm.core.kv_cache import GroupSize
 from jaxvllm.core.page_pool import TRASH_PAGE
-from jaxvllm.core.readout import DISTRIBUTIONS, WIDE_SCORES, wide_tokens
+from jaxvllm.core.readout import DISTRIBUTIONS, SCORES, WIDE_SCORES, Readout, scored_tokens
 from jaxvllm.core.request import Request
 from jaxvllm.core.step_plan import NOT_SCORED, Fork, StepOutput, StepPlan, TopLogprobs
 
@@ -197,15 +197,17 @@ class FakeDevice:
             tokens[row, : len(got)] = got
             counts[row] = len(got)
         assert first == len(plan.token_ids), "token ids and prefill rows differ in length"
-        scores = self._scores(plan, contexts) if plan.scores_prompts else None
-        reports: dict[str, Any] = {}
-        if WIDE_SCORES.name in plan.readouts:
-            reports[WIDE_SCORES.name] = self._take_wide(plan, scores)
+        scores = self._scores(plan, contexts)
+        reports: dict[str, Any] = {
+            readout.name: self._of_rows(plan, readout, scores)
+            for readout in (SCORES, WIDE_SCORES)
+            if readout.name in plan.readouts
+        }
         if (wanted := plan.readouts.get(DISTRIBUTIONS.name)) is not None:
             rows = np.flatnonzero(wanted).tolist()
             reports[DISTRIBUTIONS.name] = {row: next_logprobs(self.tokens[plan.slots[row]][:-1]) for row in rows}
         logprobs = self._logprobs(plan) if plan.wants_logprobs else None
-        return StepOutput(tokens, counts, logprobs, scores, reports)
+        return StepOutput(tokens, counts, logprobs, reports)
 
     def fork(self, forks: Sequence[Fork]) -> None:
         """Makes slots copies of others: of their pages, those that the copies get are filled here."""
@@ -313,14 +315,11 @@ class FakeDevice:
         return TopLogprobs(np.zeros(plan.num_tokens, np.float32), ranks, top_ids, top_ids.astype(np.float32))
 
     @staticmethod
-    def _take_wide(plan: StepPlan, scores: TopLogprobs | None) -> TopLogprobs:
-        """Moves the scores of the tokens that are scored widely out of `scores`, which has garbage there then."""
-        assert scores is not None, "no prompt is scored"
-        tokens, following = wide_tokens(plan)
+    def _of_rows(plan: StepPlan, readout: Readout[TopLogprobs], scores: TopLogprobs) -> TopLogprobs:
+        """The scores of the tokens that want this readout, of those of all tokens of the step."""
+        tokens, following = scored_tokens(plan, readout)
         assert following.tolist() == scores.ranks[tokens].tolist(), "other tokens follow"
-        wide = TopLogprobs(scores.token[tokens], following, scores.top_ids[tokens], scores.top[tokens])
-        scores.ranks[tokens] = scores.top_ids[tokens] = GARBAGE
-        return wide
+        return TopLogprobs(scores.token[tokens], following, scores.top_ids[tokens], scores.top[tokens])
 
     def _context(self, slot: int, start: int, length: int) -> list[int]:
         """The tokens up to `length`, of which those from `start` on are computed now, as each group has them."""

@@ -15,7 +15,7 @@ from jaxvllm.core.kv_cache import GroupSize, KVCache
 from jaxvllm.core.kv_events import KVEventLog
 from jaxvllm.core.page_pool import TRASH_PAGE, PagePool
 from jaxvllm.core.policy import POLICIES
-from jaxvllm.core.readout import WIDE_SCORES
+from jaxvllm.core.readout import SCORES, WIDE_SCORES
 from jaxvllm.core.request import FinishReason, GenerationRequest, Prompt, QueueKey, Request
 from jaxvllm.core.sampling_params import SamplingParams
 from jaxvllm.core.scheduler import Scheduler
@@ -609,7 +609,7 @@ class Simulation:
                 finished[shadow.request] = shadow
         for scored in update.scored:
             shadow = self.shadows[scored.request.request_id]
-            values = WIDE_SCORES.of(done.output.reports) if shadow.job.wide else done.output.scores
+            values = (WIDE_SCORES if shadow.job.wide else SCORES).of(done.output.reports)
             assert shadow.job.scored and values is not None
             for row, position in enumerate(scored.tokens, scored.first):
                 shadow.scores[position] = (int(values.top_ids[row, 0]), int(values.ranks[row]))

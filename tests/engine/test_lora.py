@@ -338,6 +338,10 @@ def test_wrong_adapters_disturb_nobody(llm: LLM, paths: list[Path], expected: li
         llm.generate(PROMPTS[:2], GREEDY, lora_request=[None])
     with pytest.raises(ValueError, match="must be a LoRARequest"):
         llm.generate(PROMPTS[0], GREEDY, lora_request=["adapter"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="must be a LoRARequest, not str"):
+        llm.generate(PROMPTS[:2], GREEDY, lora_request=str(paths[0]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensors must be arrays by PEFT's names, .* not NoneType"):
+        llm.update_lora(LoRARequest("adapter 1", 1, str(paths[0])), None)  # type: ignore[arg-type]
     high = replace(ADAPTERS[0], rank=9).write(tmp_path / "high")
     with pytest.raises(ValueError, match="rank 9, and max_lora_rank is 8"):
         llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("high", 51, str(high)))

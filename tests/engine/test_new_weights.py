@@ -285,9 +285,9 @@ QUERY, KEY = (f"model.layers.1.self_attn.{letter}_proj.weight" for letter in "qk
         ({QUERY: None}, f"{QUERY} and {KEY} are parts of one matrix here, and only the former is given"),
         ({"model.layers.9.mlp.down_proj.weight": None}, "unexpected tensor model.layers.9"),
         ({"final_norm": np.ones(1, np.float32)}, r"the given weight \['final_norm'\] is float32\[1\]"),
-        ({"layers": 5}, "other arrays than the engine's"),
+        ({"layers": 5}, r"other arrays than the engine's, \['layers'\] is int"),
         ({"lm_head": np.ones(1)}, "lm_head"),
-        ({"other_norm": np.ones(1)}, "other arrays than the engine's"),
+        ({"other_norm": np.ones(1)}, "other arrays than the engine's, at its root has 'other_norm'"),
     ],
     ids=["one of three", "no layer", "shape", "no mapping", "no form", "no array"],
 )
@@ -392,8 +392,10 @@ def test_wrong_weights_replace_none(
 def test_a_wrong_tree_replaces_nothing(llm: LLM, expected: dict[int, list[list[int]]]) -> None:
     llm.update_weights(FIXTURE.weights())
     tree = llm.weights
-    with pytest.raises(ValueError, match="other arrays than the engine's: give one like llm.weights"):
+    with pytest.raises(ValueError, match="at its root lacks '.*': give one like llm.weights"):
         llm.update_weights({"layers": tree["layers"]})
+    with pytest.raises(ValueError, match="weights must be a tree like llm.weights, .* not NoneType"):
+        llm.update_weights(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the given weight \['final_norm'\] is float32\[1\], and the engine's is"):
         llm.update_weights(tree | {"final_norm": np.ones(1, np.float32)})
     assert greedy_tokens(llm, PROMPTS) == expected[FIXTURE.seed]

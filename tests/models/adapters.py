@@ -64,8 +64,6 @@ class RandomAdapter:
             if name.endswith(self.ends)
             and name not in self.tables
             and not (self.has_magnitudes and (module.layer is None or module.index))
-            and name not in self.tables
-            and not (self.has_magnitudes and (module.layer is None or module.index))
         }
 
     @property

@@ -29,6 +29,7 @@ from jaxvllm.models.forms import PLAIN_FORMS, Forms
 from jaxvllm.models.forms.cpu_kernel import CpuKernel
 from jaxvllm.models.lora import LAYERS, LORA, MOST_MASKED
 from jaxvllm.models.lora_arrays import LoraArrays, LoraRoom
+from jaxvllm.models.outer_lora import columns_by_product
 from jaxvllm.models.params import Layout, Params, abstract_params
 from jaxvllm.models.peft import PeftAdapter
 from jaxvllm.models.spec import ModelSpec
@@ -246,8 +247,11 @@ def test_each_replica_of_a_mesh_has_tables_of_its_own() -> None:
         ({"r": "4"}, ValueError, "positive integer"),
         ({"lora_alpha": float("inf")}, ValueError, "finite"),
         ({"lora_alpha": 10**400}, ValueError, "finite"),
+        ({"lora_alpha": 1e300}, ValueError, "lora_B.weight of .* has numbers that are not finite"),
+        ({"lora_alpha": None}, ValueError, "lora_alpha .* not None"),
         ({"rank_pattern": {"(a+)+$": 4}}, ValueError, "no expression"),
-        ({"rank_pattern": [1]}, ValueError, "does not say"),
+        ({"rank_pattern": [1]}, ValueError, "rank_pattern must be an object"),
+        ({"modules_to_save": "lm_head"}, ValueError, "modules_to_save must be a list"),
         ({"use_dora": True}, ValueError, "needs lora_magnitude_vector"),
         ({"use_dora": 1}, ValueError, "use_dora must be true or false"),
         ({"bias": "all"}, NotImplementedError, "bias 'all'"),
@@ -309,3 +313,9 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another alpha is another adapter, though the tensors are the same.
     RandomAdapter(FIXTURE, seed=1, alpha=16).write(tmp_path)
     assert PeftAdapter.read(tmp_path, sizes, RANK).digest != first.digest
+
+
+def test_a_product_tells_the_columns_of_an_embedding_exactly() -> None:
+    down = np.random.default_rng(0).standard_normal((8, 131), np.float32)
+    ids = np.array([130, 0, 7, 7], np.int32)
+    np.testing.assert_array_equal(columns_by_product(jnp.asarray(down), jnp.asarray(ids)), down[:, ids].T)

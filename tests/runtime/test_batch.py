@@ -46,7 +46,7 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     batch: Batch = jax.tree.map(np.asarray, unpack_in(bucket)(packed))
     count, padding = plan.num_rows, bucket.num_rows - plan.num_rows
     assert batch.num_steps == plan.row_tokens
-    for name in ("slots", "starts", "lengths", "max_new", "next_tokens"):
+    for name in ("slots", "starts", "lengths", "max_new"):
         column = getattr(batch, name)
         assert column.shape == (bucket.num_rows,)
         np.testing.assert_array_equal(column[:count], getattr(plan, name), name)
@@ -59,7 +59,7 @@ def test_round_trip(drawn: tuple[Bucket, StepPlan]) -> None:
     np.testing.assert_array_equal(opened.at[: len(entries)] % SIZES.max_pages, entries.columns)
     assert not opened.pages[len(entries) :].any()
     np.testing.assert_array_equal(batch.slots[count:], [TRASH] * padding)
-    assert (batch.next_tokens[count:] == NOT_SCORED).all()
+    assert batch.is_scored.tolist() == [*(plan.next_tokens != NOT_SCORED), *[False] * padding]
     # A padding row is empty and keeps no token.
     for column in (batch.starts, batch.lengths, batch.max_new):
         assert not column[count:].any()

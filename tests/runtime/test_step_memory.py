@@ -94,11 +94,10 @@ def compiled(bucket: Bucket, layout: Layout) -> jax.stages.Compiled:
 def test_pages_and_state_are_updated_in_place(bucket: Bucket) -> None:
     memory = compiled(bucket, "separate").memory_analysis()
     assert memory.alias_size_in_bytes >= KV_BYTES + STATE_BYTES
-    # What comes back beyond that is a few numbers a row, and where there are prompts, a token.
-    scores = 0 if bucket.is_decode else 192 * bucket.num_tokens
-    # In a decode bucket a row has so many for each step, in a mixed one its hidden state for the sampler.
-    hidden = 0 if bucket.is_decode else 4 * SPEC.hidden_size * bucket.num_rows
-    rest = memory.output_size_in_bytes - memory.alias_size_in_bytes - scores - hidden
+    # What comes back beyond that is a few numbers a row. In a decode bucket a row has so many for each step, in a mixed
+    # one its hidden state for the sampler, and each token has its own for readouts.
+    hidden = 0 if bucket.is_decode else 4 * SPEC.hidden_size * (bucket.num_rows + bucket.num_tokens)
+    rest = memory.output_size_in_bytes - memory.alias_size_in_bytes - hidden
     assert rest < 1024 * bucket.num_rows * bucket.row_tokens
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.chips import CHIPS, GpuChip
 from tools import aot
 from tools.aot_outcome import HEADER, Outcome
 from tools.aot_programs import programs
-from tools.kernel_resources import KernelResources, read_resources
+from tools.kernel_resources import STDOUT, KernelResources, read_resources
 
 type MakeWorker = Callable[[str], Path]
 
@@ -118,17 +118,30 @@ def test_the_exit_status(
     assert f"v5e: {len(statuses)} programs, {len(statuses) / 2} minutes of CPU" in printed
 
 
-def test_resources_of_a_gpu_kernel(tmp_path: Path) -> None:
-    (tmp_path / "attend_0.resources.txt").write_text("Resources(smem_scratch_bytes=65536, tmem_scratch_cols=0)")
-    report = (
-        "ptxas info    : Compiling entry function 'attend' for 'sm_90a'",
-        "    0 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads",
-        "ptxas info    : Used 134 registers",
+def printed(*kernels: tuple[int, str, int, int]) -> str:
+    """Returns what a process prints that lowers kernels and compiles them: shared memory, name, registers, spills."""
+    lowered = "".join(f"Resources(smem_scratch_bytes={shared}, tmem_scratch_cols=0)\n" for shared, *_ in kernels)
+    return lowered + "".join(
+        f"ptxas info    : Compiling entry function '{name}_mosaic_gpu_kernel' for 'sm_90a'\n"
+        f"    0 bytes stack frame, {spills} bytes spill stores, 8 bytes spill loads\n"
+        f"ptxas info    : Used {registers} registers, used 1 barriers\n"
+        for _, name, registers, spills in kernels
     )
-    (tmp_path / "attend_0.ptxas").write_text("\n".join(report))
-    expected = KernelResources("attend_0", None, 65536, registers=134, spill_bytes=12, ptx_target="sm_90a")
-    assert expected.spills_on_gpu
-    assert read_resources(tmp_path, "") == (expected,)
+
+
+def test_resources_of_gpu_kernels(tmp_path: Path) -> None:
+    (tmp_path / STDOUT).write_text(printed((65536, "attend", 134, 12), (0, "merge", 63, 0)))
+    spilling, other = read_resources(tmp_path, "")
+    assert spilling == KernelResources("attend_0", None, 65536, registers=134, spill_bytes=12, ptx_target="sm_90a")
+    assert other == KernelResources("merge_1", None, 0, registers=63, spill_bytes=0, ptx_target="sm_90a")
+    assert spilling.spills_on_gpu and not other.spills_on_gpu
+
+
+def test_shared_memory_is_unknown_where_a_kernel_was_lowered_and_not_compiled(tmp_path: Path) -> None:
+    lowered = "Resources(smem_scratch_bytes=4096, tmem_scratch_cols=0)\n"
+    (tmp_path / STDOUT).write_text(lowered + printed((65536, "attend", 134, 0)))
+    [kernel] = read_resources(tmp_path, "")
+    assert kernel.shared_memory_bytes is None and kernel.registers == 134
 
 
 def test_resources_of_a_tpu_kernel(tmp_path: Path) -> None:

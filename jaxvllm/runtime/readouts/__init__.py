@@ -9,10 +9,10 @@ from jaxvllm.runtime.readouts.distributions import Distributions
 from jaxvllm.runtime.readouts.pooled import PooledVectors
 from jaxvllm.runtime.readouts.readout import DeviceReadout, Forwarded, ProgramMaker, ReadProgram
 from jaxvllm.runtime.readouts.routed import RoutedExperts
-from jaxvllm.runtime.readouts.wide_scores import WideScores
+from jaxvllm.runtime.readouts.scores import FEW, WIDE
 
 # In the order of `core.readout.READOUTS`.
-DEVICE_READOUTS: tuple[DeviceReadout, ...] = (Distributions(), WideScores(), PooledVectors(), RoutedExperts())
+DEVICE_READOUTS: tuple[DeviceReadout, ...] = (Distributions(), FEW, WIDE, PooledVectors(), RoutedExperts())
 BY_NAME: Mapping[str, DeviceReadout] = {one.name: one for one in DEVICE_READOUTS}
 
 __all__ = ["BY_NAME", "DEVICE_READOUTS", "DeviceReadout", "Forwarded", "ProgramMaker", "ReadProgram"]

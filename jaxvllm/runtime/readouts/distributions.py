@@ -66,7 +66,7 @@ class Distributions:
         index = maker.of_replicas((DISTRIBUTION_BATCH,), jnp.int32)
         pick = maker.compile_recipe(pick_rows, (maker.unsampled(bucket.num_rows), index))
         arguments = (head_of(maker.params), maker.state, maker.unsampled(DISTRIBUTION_BATCH))
-        return _Program(pick, maker.compile_shared(distribute, arguments))
+        return _Program(pick, maker.compile_shared((self.name, DISTRIBUTION_BATCH), distribute, arguments))
 
     def calls(self, plan: StepPlan, bucket: Bucket) -> Iterable[Ints]:
         for rows in batched(np.flatnonzero(plan.readouts[self.name]), DISTRIBUTION_BATCH):

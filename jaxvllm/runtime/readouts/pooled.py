@@ -47,7 +47,7 @@ class _Program:
     sums: bool
 
     def __call__(self, state: DeviceState, left: Forwarded, num_tokens: Any) -> jax.Array:
-        result: jax.Array = self.compute(left.scores.hidden if self.sums else left.unsampled.hidden, num_tokens)
+        result: jax.Array = self.compute(left.readable.hidden if self.sums else left.unsampled.hidden, num_tokens)
         return result
 
 

@@ -10,7 +10,6 @@ import jax
 from jaxvllm.core.step_plan import Ints, StepPlan
 from jaxvllm.models.params import Params
 from jaxvllm.runtime.buckets import Bucket
-from jaxvllm.runtime.prompt_scores import PromptScores
 from jaxvllm.runtime.sampler import SamplerOptions
 from jaxvllm.runtime.slot_fields import DeviceState
 
@@ -25,12 +24,21 @@ class Unsampled:
     positions: jax.Array  # i32[R], of the token to sample
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["hidden", "choices"], meta_fields=[])
+@dataclass(frozen=True)
+class Readable:
+    """The values that `forward` leaves of its T tokens, for readouts."""
+
+    hidden: jax.Array  # f[T, ..], which the LM head reads; those of tokens that nothing reads mean nothing
+    choices: jax.Array | None  # [T, layers with experts, k]: the experts that each has chosen; None: nobody is told
+
+
 @dataclass
 class Forwarded:
     """The results of the first half of a step, and what was read from them before the second half."""
 
     unsampled: Unsampled
-    scores: PromptScores
+    readable: Readable
     head: Params  # what `project_logits` reads of the weights that computed it
     reports: dict[str, list[Any]] = field(default_factory=dict)  # by the name of the readout, one of each call
 
@@ -72,8 +80,10 @@ class ProgramMaker(Protocol):
     ) -> jax.stages.Compiled:
         """Compiles `run`, which needs no model. `is_read`: whether the host reads the result."""
 
-    def compile_shared(self, run: Callable[..., Any], arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """Compiles `run`, which needs the model, for arguments that are the same for all buckets, and only once.
+    def compile_shared(
+        self, key: tuple[str, int], run: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> jax.stages.Compiled:
+        """Compiles `run`, which needs the model, once for all buckets with the same `key`: a name and a size.
 
         The host reads the result.
         """

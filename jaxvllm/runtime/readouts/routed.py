@@ -28,7 +28,7 @@ class _Program:
     compute: jax.stages.Compiled
 
     def __call__(self, state: DeviceState, left: Forwarded, none: Any) -> jax.Array:
-        result: jax.Array = self.compute(left.scores.choices, none)
+        result: jax.Array = self.compute(left.readable.choices, none)
         return result
 
 

@@ -1,9 +1,10 @@
 """API keys. Every path needs a key unless it is listed here as open."""
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxvllm.server.errors import ApiError
@@ -31,7 +32,7 @@ class Auth:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
-        elif not self._digests or self._is_open(scope) or self._has_key(scope["headers"]):
+        elif not self._digests or self._is_open(scope) or _has_key(scope["headers"], self._digests):
             await self._app(scope, receive, send)
         else:
             message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -44,15 +45,30 @@ class Auth:
         has_body = any(name in BODY_HEADERS and value != b"0" for name, value in scope["headers"])
         return is_listed and scope["method"] in ("GET", "HEAD") and not has_body
 
-    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        # The digests have the same length, and all of them are compared, so the time reveals nothing about a key.
-        found = [
-            hmac.compare_digest(_digest(key), digest)
-            for name, value in headers
-            if (key := _key_in(name, value)) is not None
-            for digest in self._digests
-        ]
-        return any(found)
+
+class AdminOnly:
+    """A dependency of endpoints that change the server for everybody. It refuses requests without an admin key.
+
+    It has no effect on a server without such keys. `Auth` knows these keys, too.
+    """
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, request: Request) -> None:
+        if self._digests and not _has_key(request.headers.raw, self._digests):
+            raise ApiError(403, "this endpoint changes the server for everybody, and needs an admin key of the server")
+
+
+def _has_key(headers: Iterable[tuple[bytes, bytes]], digests: Sequence[bytes]) -> bool:
+    # The digests have the same length, and all of them are compared, so the time reveals nothing about a key.
+    found = [
+        hmac.compare_digest(_digest(key), digest)
+        for name, value in headers
+        if (key := _key_in(name, value)) is not None
+        for digest in digests
+    ]
+    return any(found)
 
 
 def _key_in(name: bytes, value: bytes) -> bytes | None:

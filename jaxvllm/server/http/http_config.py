@@ -10,6 +10,7 @@ from pathlib import Path
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/A-Z]+")
 # A server that moves here from vLLM may have its variable, and must not lose its key.
 KEY_VARIABLES = ("JAXVLLM_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLE = "JAXVLLM_ADMIN_API_KEY"  # such a key opens all that another key does
 _NEVER_EMPTY = ("api_key", "allowed_host", "allowed_origins", "allowed_methods", "allowed_headers")
 
 
@@ -72,7 +73,7 @@ def read_keys(config: HttpConfig, environment: Mapping[str, str] = os.environ) -
     Raises ValueError when the file cannot be read, or a key cannot be sent in a header. No message contains a key.
     """
     keys = list(config.api_key)
-    keys += [key for name in KEY_VARIABLES if (key := environment.get(name, "").strip())]
+    keys += [key for name in (*KEY_VARIABLES, ADMIN_KEY_VARIABLE) if (key := environment.get(name, "").strip())]
     if config.api_key_file is not None:
         keys += _keys_in(Path(config.api_key_file))
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):

@@ -18,6 +18,7 @@ class LoadAdapterRequest(Strict):
     lora_name: str
     lora_path: str  # a directory within --lora-directory, which every engine can read
     load_inplace: bool = False  # replace the adapter that has this name
+    is_3d_lora_weight: bool = False  # has no effect: the shapes tell in which form the adapters of experts are
 
 
 class UnloadAdapterRequest(Strict):

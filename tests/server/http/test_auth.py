@@ -133,6 +133,34 @@ def test_of_all_routes_that_there_are_only_these_are_open():
     assert is_open == OPEN_PATHS | {"/playground/static/{name}"}
 
 
+def test_what_changes_the_server_for_everybody_needs_an_admin_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(AsyncLLM, "started", lambda llm: asyncio.sleep(0))
+    config = ServerConfig(
+        api_key=("user",),
+        admin_api_key=("admin",),
+        dev_endpoints=True,
+        enable_elastic_ep=True,
+        lora_directory=str(tmp_path),
+    )
+    llm = AsyncLLM.from_config(EngineConfig(enable_lora=True))
+    app, usual = (create_app(Service(llm, one)) for one in (config, ServerConfig()))
+
+    async def status(path, key):
+        app_with_keys = guarded(app, config, read_keys(config, {}))
+        transport = httpx.ASGITransport(app_with_keys, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            found = await client.get(path, headers=headers)
+            return (found if found.status_code != 405 else await client.post(path, headers=headers)).status_code
+
+    paths = set(paths_of(app.routes)) - set(paths_of(usual.routes))
+    assert {"/pause", "/sleep", "/weight_info", "/v1/load_lora_adapter", "/scale_elastic_ep"} <= paths
+    for path in sorted(paths):
+        assert [asyncio.run(status(path, key)) for key in ("none", "user")] == [401, 403], path
+    # An admin's body is read, and an admin's key opens all else.
+    assert [asyncio.run(status(path, "admin")) for path in ("/v1/load_lora_adapter", "/openapi.json")] == [400, 200]
+
+
 def test_metrics_are_open_by_choice():
     assert ask("/metrics", open_metrics=True).status_code == 200
     assert ask("/v1/models", open_metrics=True).status_code == 401
@@ -158,6 +186,9 @@ def test_keys_come_from_three_places(tmp_path):
     config = ServerConfig(api_key=("of-line",), api_key_file=str(file))
     assert read_keys(config, {"JAXVLLM_API_KEY": "of-environment"}) == ("of-line", "of-environment", "of-file")
     assert read_keys(ServerConfig(), {"VLLM_API_KEY": "of-vllm"}) == ("of-vllm",)
+    admin, environment = ServerConfig(admin_api_key=("admin",)), {"JAXVLLM_ADMIN_API_KEY": "other"}
+    assert read_keys(admin, environment) == admin.admin_keys(environment) == ("admin", "other")
+    assert config.admin_keys({}) == ()
     assert read_keys(ServerConfig(), {}) == ()
 
 
