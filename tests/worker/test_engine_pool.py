@@ -52,7 +52,7 @@ async def all_ready(pool: EnginePool) -> None:
 def params(number: int) -> SamplingParams:
     """Parameters of all kinds, so that what is known already is left out of each kind of output."""
     kind = (Kind.DELTA, Kind.DELTA, Kind.CUMULATIVE, Kind.FINAL_ONLY)[number // 2 % 4]
-    some = SamplingParams(temperature=0.8, seed=number, max_tokens=100, ignore_eos=True, output_kind=kind)
+    some = SamplingParams(temperature=0.8, seed=number, max_tokens=60, ignore_eos=True, output_kind=kind)
     return replace(some, n=2, logprobs=1) if number % 5 == 1 else some
 
 
