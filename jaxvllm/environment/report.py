@@ -38,8 +38,12 @@ PACKAGES = (
     "orbax-checkpoint",
     "ray",
 )
-# The instructions that decide which kernels a CPU gets and how fast bfloat16 is, as /proc/cpuinfo names them.
-CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+# The instructions that decide which kernels a CPU gets and how fast bfloat16 and integers are, as /proc/cpuinfo names
+# them.
+CPU_FEATURES = (
+    *("avx2", "fma", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni"),
+    *("amx_tile", "amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve"),
+)
 _VARIABLES = re.compile(
     r"(JAX|JAXVLLM|XLA|TPU|LIBTPU|NVIDIA|NCCL|HF|RAY|SLURM)_\w+"
     r"|CUDA_VISIBLE_DEVICES|LD_LIBRARY_PATH|LD_PRELOAD|MALLOC_\w+|NPROC|OMP_NUM_THREADS|PYTHONPATH|TF_CPP_MIN_LOG_LEVEL"

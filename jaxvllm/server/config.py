@@ -48,6 +48,8 @@ class ServerConfig(HttpConfig):
     admin_api_key: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if not all(self.admin_api_key):
+            raise ValueError("admin_api_key has an empty value: leave it out")
         object.__setattr__(self, "api_key", tuple(dict.fromkeys((*self.api_key, *self.admin_api_key))))
         super().__post_init__()
         if type(self.api_server_count) is not int or self.api_server_count < 1:

@@ -96,3 +96,10 @@ def test_a_report_without_a_clone_has_no_commit(monkeypatch, tmp_path):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr(report, "ROOT", tmp_path / "site-packages")
     assert report._commit() is None
+
+
+def test_the_cpu_has_the_instructions_that_its_kernels_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "flags : fpu avx2 fma avx512f avx512_bf16 avx512_vnni amx_tile amx_int8"
+    monkeypatch.setattr(Path, "exists", lambda _: True)
+    monkeypatch.setattr(Path, "read_text", lambda _: here)
+    assert report._cpu()["features"] == here.split()[3:]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,10 @@ from tests.models.fixture import Fixture
 
 SHAPE = CacheShape(num_pages=4, page_size=16, num_slots=4, max_pages=2, dtype=jnp.dtype(jnp.float32), step_tokens=8)
 
+# Stands for a program that needs no memory. `StepCompiler` asks those that score prompts how much they need.
+_SIZES = dict.fromkeys(("temp_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes"), 0)
+COMPILED = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**_SIZES))
+
 
 def compiler_with(make: Callable[[Recipe], Any]) -> StepCompiler:
     """Returns the compiler of a small Llama, which gives recipes to `make`."""
@@ -32,9 +37,13 @@ def compiler_with(make: Callable[[Recipe], Any]) -> StepCompiler:
     ("bucket", "at_once", "later"),
     [
         (Bucket(2, 2), ["decode"], []),
-        (Bucket(8, 2), ["forward", "sample_rows"], ["distribute", "pick_rows"]),
+        (Bucket(8, 2), ["forward", "pick_tokens", "sample_rows", "score"], ["distribute", "pick_rows"]),
         # A row asked for this bucket, and may want distributions in the step at hand.
-        (Bucket(2, 2, is_split=True), ["distribute", "forward", "pick_rows", "sample_rows"], []),
+        (
+            Bucket(2, 2, is_split=True),
+            ["distribute", "forward", "pick_rows", "pick_tokens", "sample_rows", "score"],
+            [],
+        ),
     ],
     ids=str,
 )
@@ -46,6 +55,7 @@ def test_distributions_are_compiled_when_they_are_needed(bucket: Bucket, at_once
         while isinstance(run, partial):
             run = run.func
         made.append(run.__name__)
+        return COMPILED
 
     compiler = compiler_with(make)
     compiler.compile(bucket)

@@ -189,6 +189,8 @@ def test_keys_come_from_three_places(tmp_path):
     admin, environment = ServerConfig(admin_api_key=("admin",)), {"JAXVLLM_ADMIN_API_KEY": "other"}
     assert read_keys(admin, environment) == admin.admin_keys(environment) == ("admin", "other")
     assert config.admin_keys({}) == ()
+    with pytest.raises(ValueError, match="admin_api_key has an empty value"):
+        ServerConfig(admin_api_key=("",))  # as a shell writes a variable that is not set
     assert read_keys(ServerConfig(), {}) == ()
 
 
