@@ -170,5 +170,5 @@ def test_groups_need_a_kernel_beside_cpus() -> None:
 
 
 def test_an_unknown_quantization_is_refused(tiny_checkpoint: Path) -> None:
-    with pytest.raises(TypeError, match="quantization='int8'"):
+    with pytest.raises(TypeError, match="quantization mxfp8: use quantization='NAME' .NAME is int8"):
         tiny_llm(tiny_checkpoint, quantization="mxfp8")

@@ -3,11 +3,13 @@
 import re
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxvllm.core.readout import SCORES
 from jaxvllm.models.experts import by_expert, num_experts
 from jaxvllm.models.families import model_spec
 from jaxvllm.models.params import Layout, abstract_params
@@ -47,7 +49,9 @@ def _compiled_on(size: int, bucket: Bucket, layout: Layout, spec: ModelSpec) -> 
 
 
 def texts(program: StepProgram) -> list[str]:
-    return [text for part in program.parts if (text := part.as_text())]
+    """The texts of the programs of a step, with the one that scores prompts."""
+    scores: list[Any] = [program.readouts[name]() for name in program.readouts if name == SCORES.name]
+    return [text for part in (*program.parts, *(one.compute for one in scores)) if (text := part.as_text())]
 
 
 def collectives(program: StepProgram) -> Counter[str]:
