@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from jaxvllm.models.declaration import ParamDecl
-from jaxvllm.models.forms.few_bits import Elements, StoredAs, of_groups, packed
+from jaxvllm.models.forms.few_bits import Elements, StoredAs, largest_of, of_groups, packed
 from jaxvllm.models.forms.form import Arrays
 from jaxvllm.models.forms.scaled_groups import CODES, SCALES, ScaledGroups
 from jaxvllm.models.tiling import Fill
@@ -100,11 +100,12 @@ class NestedGroups(ScaledGroups):
     def nearest(self, matrix: jax.Array, inputs: int) -> dict[str, jax.Array]:
         """Returns the arrays of a matrix of which each device has so many inputs, rounded to the nearest numbers.
 
-        Codes are u8 [.., in], one in each byte.
+        Codes are u8 [.., in], one in each byte. A NaN makes all NaN that shares its scale, or its factor.
         """
         group, span = self._groups(inputs)
         by_group = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, group)
-        lowest = jnp.minimum(by_group.min(axis=-1), 0)
+        sizes = largest_of(by_group)
+        lowest = jnp.where(jnp.isnan(sizes), sizes, jnp.minimum(by_group.min(axis=-1), 0))
         made: dict[str, jax.Array] = {}
 
         def held(name: str, above: str, exact: jax.Array) -> jax.Array:
@@ -113,8 +114,8 @@ class NestedGroups(ScaledGroups):
                 made[name] = exact.astype(self.scale_dtype)
                 return made[name].astype(jnp.float32)
             parts = exact.reshape(*exact.shape[:-1], -1, span // group)
-            largest = jnp.max(parts, axis=-1)
-            made[above] = jnp.where(largest > 0, largest / _LARGEST, 1).astype(jnp.float16)
+            largest = largest_of(parts)
+            made[above] = jnp.where(largest == 0, 1, largest / _LARGEST).astype(jnp.float16)
             unit = jnp.maximum(made[above].astype(jnp.float32), np.float32(2.0**-24))[..., None]
             made[name] = jnp.clip(jnp.round(parts / unit), 0, _LARGEST).astype(self.scale_dtype).reshape(exact.shape)
             return (made[name].astype(jnp.float32).reshape(parts.shape) * unit).reshape(exact.shape)
@@ -124,8 +125,7 @@ class NestedGroups(ScaledGroups):
             scales = held(SCALES, FACTORS, (by_group.max(axis=-1) - lowest) / (2**self.code.bits - 1))[..., None]
             codes = jnp.round((by_group + mins) / jnp.where(scales > 0, scales, 1))
         else:
-            largest = jnp.max(jnp.abs(by_group), axis=-1)
-            scales = held(SCALES, FACTORS, largest / self.code.largest)[..., None]
+            scales = held(SCALES, FACTORS, sizes / self.code.largest)[..., None]
             units = by_group / jnp.where(scales > 0, scales, 1)
             is_looked_up = self.code.number_table is not None
             codes = self.code.nearest_codes(units) if is_looked_up else jnp.round(units) + self._zero

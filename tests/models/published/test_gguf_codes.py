@@ -228,6 +228,8 @@ def test_new_weights_are_rounded_to_the_nearest(code: Code, has_mins: bool, most
     # Half a step, and what scales are rounded by. The widest step of a table is 24 of its units.
     assert (away[1] < most * steps[1]).all() and away.max() < largest
     assert not away[0, 3].any()
+    damaged = form.keep(matrix.at[1, 2, 40].set(jnp.nan), dict.fromkeys(decls, place))
+    assert np.isnan(decoded_arrays(form, damaged)[1, 2, 32:64]).all()
     # In panels, and in a part of a matrix, they are the same numbers.
     stored = StoredAs(form.code, 32, "int8", span=256, has_mins=has_mins)
     chip = host_chip()
