@@ -50,8 +50,9 @@ def _compiled_on(size: int, bucket: Bucket, layout: Layout, spec: ModelSpec) -> 
 
 def texts(program: StepProgram) -> list[str]:
     """The texts of the programs of a step, with the one that scores prompts."""
-    scores: list[Any] = [program.readouts[name]() for name in program.readouts if name == SCORES.name]
-    return [text for part in (*program.parts, *(one.compute for one in scores)) if (text := part.as_text())]
+    score: Any = program.readouts.get(SCORES.name)
+    parts = program.parts if score is None else (*program.parts, score().compute)
+    return [text for part in parts if (text := part.as_text())]
 
 
 def collectives(program: StepProgram) -> Counter[str]:

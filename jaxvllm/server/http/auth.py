@@ -1,7 +1,7 @@
 """API keys. Every path needs a key unless it is listed here as open."""
 
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import sha256
 
 from starlette.requests import Request
@@ -16,6 +16,24 @@ OPEN_FOLDER = "/playground/static/"
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
+class Keys:
+    """The keys that open something. Where there are none, it is open to all."""
+
+    def __init__(self, keys: Iterable[str]):
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def open_to(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Returns whether a request with these headers may come in."""
+        # The digests have the same length, and all of them are compared, so the time reveals nothing about a key.
+        found = [
+            hmac.compare_digest(_digest(key), digest)
+            for name, value in headers
+            if (key := _key_in(name, value)) is not None
+            for digest in self._digests
+        ]
+        return not self._digests or any(found)
+
+
 class Auth:
     """ASGI middleware that answers requests without one of the keys with 401, even for paths that do not exist.
 
@@ -24,7 +42,7 @@ class Auth:
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], open_metrics: bool = False):
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = Keys(keys)
         self._open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,7 +50,7 @@ class Auth:
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close"})
-        elif not self._digests or self._is_open(scope) or _has_key(scope["headers"], self._digests):
+        elif self._is_open(scope) or self._keys.open_to(scope["headers"]):
             await self._app(scope, receive, send)
         else:
             message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
@@ -53,22 +71,11 @@ class AdminOnly:
     """
 
     def __init__(self, keys: Iterable[str]):
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = Keys(keys)
 
     async def __call__(self, request: Request) -> None:
-        if self._digests and not _has_key(request.headers.raw, self._digests):
+        if not self._keys.open_to(request.headers.raw):
             raise ApiError(403, "this endpoint changes the server for everybody, and needs an admin key of the server")
-
-
-def _has_key(headers: Iterable[tuple[bytes, bytes]], digests: Sequence[bytes]) -> bool:
-    # The digests have the same length, and all of them are compared, so the time reveals nothing about a key.
-    found = [
-        hmac.compare_digest(_digest(key), digest)
-        for name, value in headers
-        if (key := _key_in(name, value)) is not None
-        for digest in digests
-    ]
-    return any(found)
 
 
 def _key_in(name: bytes, value: bytes) -> bytes | None:
